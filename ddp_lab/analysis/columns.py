@@ -26,7 +26,7 @@ class Column:
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """One version for all CSV files. It goes up when a column is added, removed, moved, or changes its meaning or unit."""
 
 
@@ -237,12 +237,14 @@ SPEED_COLUMNS = {
     "step_time_ms_p25": Column("p25", "ms", "a quarter of the timed steps took at most this"),
     "step_time_ms_p75": Column("p75", "ms", "three quarters of the timed steps took at most this"),
     "step_time_ratio": Column("ratio", "×", "median step time over that of the reference choice", 1, 2),
+    "step_time_ratio_by_pass": Column("by pass", "×", "the ratio in each pass of a sweep, the median of its pairs"),
     "paired_ratio": Column("by pairs", "×", f"step time over the reference's, {PAIRS}", 1, 3),
     "paired_ratio_low": Column("from", "×", "lower end of its 95 % interval", 1, 3),
     "paired_ratio_high": Column("to", "×", "upper end of its 95 % interval", 1, 3),
     "paired_p_value": PValue("p", "", "Wilcoxon's signed-rank test of these pairs, corrected by Holm", 1, 4),
     "pairs": Column("pairs", "", "steps that were timed in both runs"),
-    "verdict": Column("verdict", "", "against the reference: faster, slower, no difference seen, or unknown"),
+    "verdict": Column("verdict", "", "against the reference: faster, slower, no difference seen, unknown, or withheld"),
+    "withheld": Column("withheld", "", "why verdicts are withheld; empty if they are not"),
     "samples_per_second": Column("throughput", "samples/s", "samples over time of the timed steps, all ranks"),
     "tokens_per_second": Column(
         "tokens", "tokens/s", "tokens over the same time, all ranks; empty without tokens", 1, 0

@@ -20,8 +20,10 @@ from ddp_lab.analysis.errors import TraceError
 from ddp_lab.families import FAMILIES, Family, report_root_of
 from ddp_lab.runtime.cli import OneLineParser
 from ddp_lab.runtime.config import split_label
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
 from ddp_lab.sweep.meshes import place
+from ddp_lab.sweep.state import SweepState
 from ddp_lab.untrusted import add_limit
 
 WORSE_THAN_ALLOWED = 3
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         compare = of_choice
     try:
         return compare(options)
-    except TraceError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -87,11 +89,12 @@ def percentage(text: str) -> float:
 
 
 def of_family(options: argparse.Namespace) -> int:
-    """Compare the latest runs of all choices."""
+    """Compare the latest runs of all choices, with all passes of the latest sweep."""
     family = FAMILIES[options.what]
     root = options.output_dir or Path()
-    trained = trained_labels(root / "profile", family)
-    page = report_on_choices(root, family.report_root, trained, failed=[], allowed=options.allow_different)
+    trained, sweep = trained_labels(root / "profile", family), SweepState(root, options.what, {})
+    sweep.read()
+    page = report_on_choices(root, family.report_root, trained, [], options.allow_different, sweep.runs)
     print(f"\nreport: {page}")
     return 0
 

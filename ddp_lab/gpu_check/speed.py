@@ -53,7 +53,8 @@ def sweeps(machine: Machine, name: str, flags: list[str]) -> Verdict:
     families = ["sharding"] if machine.is_quick and name == "bf16" else list(REPORTS)
     wanted = {"bytes"} if machine.has_gpus and machine.ranks == 1 else {"bytes", "calls/step"}
     for family in families:
-        command = ["-m", "ddp_lab", "sweep", family, str(machine.ranks), "--output-dir", str(folder), *flags]
+        command = ["-m", "ddp_lab", "sweep", family, str(machine.ranks), "--passes", "1"]
+        command += ["--output-dir", str(folder), *flags]
         limit_s = 600 + 300 * machine.ranks  # the traces of all ranks are read, one after the other
         done = machine.run(
             f"sweep {name} {family}", [*command, *machine.sharing, *machine.global_batch, "--link", "none"], limit_s

@@ -1,1 +1,1 @@
-"""Training with every strategy of a family, one after the other."""
+"""Training with every strategy of a family, in passes."""

@@ -1,4 +1,4 @@
-"""Train with every choice, one after the other, report on each, and compare them.
+"""Train with every choice, in passes, report on each, and compare them.
 
 `ddp-lab sweep`, run_experiment_ddp.sh, run_experiment_shard.sh and run_experiment_parallel.sh start it.
 """
@@ -18,13 +18,16 @@ from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
-from ddp_lab.runtime.process.torchrun import quiet_torchrun, start_ranks
+from ddp_lab.runtime.process.torchrun import quiet_torchrun
 from ddp_lab.runtime.settings.file import with_config_file
+from ddp_lab.sweep.passes import planned, train
 from ddp_lab.sweep.runs import Runs
 from ddp_lab.sweep.state import SweepState
 
 SWEEP_STEPS = 40
 """Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
+STEPS_OF_PASS = 20
+"""The same, where there are several passes: two of them time enough steps to compare a dozen choices."""
 SWEEP_LINK = "2.5gbit"
 """Of each rank without a GPU by default: communication of workload `sample` then takes about as long as its backward
 pass, as on GPUs that people rent. In a laptop's memory it would cost nothing, and all choices would look alike."""
@@ -33,11 +36,11 @@ pass, as on GPUs that people rent. In a laptop's memory it would cost nothing, a
 def main(arguments: Sequence[str]) -> int:
     quiet_torchrun()
     try:
-        runs, state, resumes = parse(arguments)
+        runs, state, passes, resumes = parse(arguments)
     except UserError as error:
         exit_with_error(str(error))
     try:
-        return sweep(runs, state, resumes)
+        return sweep(runs, state, passes, resumes)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -54,10 +57,11 @@ def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
     """Args:
     known: The family, where run_experiment_*.sh has given it.
     """
-    usage = "%(prog)s {}RANKS [--output-dir DIR] [--checkpoint-dir DIR] [--resume] [--config FILE] [flags of {}]"
+    usage = "%(prog)s {}RANKS [--passes N] [--output-dir DIR] [--checkpoint-dir DIR] [--resume] [--config FILE]"
+    usage += " [flags of {}]"
     parser = OneLineParser(
         prog=known.sweep if known else "ddp-lab sweep",
-        description="Train with every choice, one after the other, report on each, and compare them.",
+        description="Train with every choice, in passes, report on each, and compare them.",
         usage=usage.format(*("", known.script) if known else ("FAMILY ", "the entrypoint")),
         allow_abbrev=False,
     )
@@ -68,7 +72,14 @@ def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--output-dir", **folder, default=Path(), help="root of profile/ and of the reports")
     parser.add_argument("--checkpoint-dir", **folder, help="root of the choices' checkpoints, with a folder for each")
     parser.add_argument(
-        "--resume", action="store_true", help="continue an interrupted sweep: train the choices that are not finished"
+        "--passes",
+        type=int,
+        default=2,
+        metavar="N",
+        help="run every choice so often, in a new order each time, to see whether the machine changed (default: 2)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue an interrupted sweep with the runs that are not finished"
     )
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file of flags, such as a run has left; its ddp-choice is ignored"
@@ -76,8 +87,8 @@ def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, bool]:
-    """What to run, what is finished already, and whether an interrupted sweep continues.
+def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
+    """What to run, what is finished already, in how many passes, and whether an interrupted sweep continues.
 
     Raises:
         UserError: the settings do not fit together, or no such sweep was interrupted.
@@ -96,9 +107,12 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, bool]:
             parser.error(f"{flag}: a sweep trains with every choice; for one, use torchrun {family.script}")
     if options.ranks < 1:
         parser.error(f"RANKS {options.ranks}: must be at least 1")
+    if options.passes < 1:
+        parser.error(f"--passes {options.passes}: must be at least 1")
     runs = Runs(family, options.ranks, options.output_dir, options.checkpoint_dir, flags)
     if not runs.gives("--max-steps", "--epochs"):
-        runs = replace(runs, flags=[*runs.flags, "--max-steps", str(SWEEP_STEPS)])
+        steps = SWEEP_STEPS if options.passes == 1 else STEPS_OF_PASS
+        runs = replace(runs, flags=[*runs.flags, "--max-steps", str(steps)])
     if family.workload and not runs.gives("--workload", "--task", "--model", "--dataset"):
         runs = replace(runs, flags=[*runs.flags, "--workload", family.workload])
     config = runs.require_fit()
@@ -110,11 +124,11 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, bool]:
 
         require_window_fits(config, config.max_steps, settling_steps=0)
     checkpoint_dir = options.checkpoint_dir and str(options.checkpoint_dir)
-    settings = {"ranks": options.ranks, "flags": runs.flags, "checkpoint_dir": checkpoint_dir}
+    settings = {"ranks": options.ranks, "passes": options.passes, "flags": runs.flags, "checkpoint_dir": checkpoint_dir}
     state = SweepState(options.output_dir, options.family, settings)
     if options.resume:
         state.go_on()
-    return runs, state, options.resume
+    return runs, state, options.passes, options.resume
 
 
 def has_gpu(device: str) -> bool:
@@ -151,7 +165,7 @@ def interrupted(number: int) -> int:
     return 128 + number
 
 
-def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
+def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
     """Train with all choices that `state` has not finished, and report on all; 1 if any of them failed, else 0.
 
     Args:
@@ -165,7 +179,6 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
     from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake in a flag
 
     family, output_dir = runs.family, runs.output_dir
-    succeeded, failed = list(state.finished), []
     print(link_sentence(runs), flush=True)
     labels = []
     for label in runs.labels():
@@ -175,27 +188,16 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
             labels.append(label)
     if not labels:
         raise UserError("no choice can do what these flags ask for")
-    for label in labels:
-        if label in state.finished:
-            print(f"{label}: finished before", flush=True)
-            continue
-        arguments = ["-m", "ddp_lab", "train", *runs.arguments(label)]
-        if resumes and runs.has_begun(label):
-            arguments.append("--resume")
-        if start_ranks(label, runs.ranks, arguments):
-            succeeded.append(label)
-            state.add(label)
-        else:
-            failed.append(label)
-    succeeded.sort(key=labels.index)
+    failed = train(runs, state, planned(labels, passes, runs.config(labels[0]).seed), resumes)
+    succeeded = [label for label in labels if label not in failed]
     try:
-        page = report_on_choices(output_dir, family.report_root, succeeded, failed)
+        page = report_on_choices(output_dir, family.report_root, succeeded, failed, passes=state.runs)
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if not failed:
-        state.close()
-    print(f"\n{len(succeeded)} of {len(labels)} runs in {time.monotonic() - started:.0f} s; open {page}")
+        state.write(is_whole=True)
+    print(f"\n{len(succeeded)} of {len(labels)} choices in {time.monotonic() - started:.0f} s; open {page}")
     if failed:
         print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

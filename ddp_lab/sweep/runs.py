@@ -1,5 +1,6 @@
 """The runs of a sweep over a family."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
 from ddp_lab.sweep.meshes import mesh_flags
+
+ONCE = ("--checkpoint-every", "--checkpoint-async", "--keep-last", "--generate", "--prompt")
+"""Flags of what the first pass does for all."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,14 @@ class Runs:
             labels += [labelled(name, LEGACY_NCCL) for name in registry.on_legacy_nccl]
         return labels
 
-    def arguments(self, label: str) -> list[str]:
-        """The run's own command line."""
+    def arguments(self, label: str, number: int = 1) -> list[str]:
+        """The command line of a choice's run in a pass, counted from 1."""
         choice, *settings = label.split("@")
-        arguments = ["--ddp-choice", choice, "--output-dir", str(self.output_dir), *self.flags]
+        flags = self.flags if number == 1 else without(ONCE, self.flags)
+        arguments = ["--ddp-choice", choice, "--output-dir", str(self.output_dir), *flags]
         for setting in settings:
             arguments += ["--backend", setting] if setting == LEGACY_NCCL else mesh_flags(setting)
-        if self.checkpoint_dir is not None:  # each run needs its own folder
+        if self.checkpoint_dir is not None and number == 1:  # each run needs its own folder
             arguments += ["--checkpoint-dir", str(self.checkpoint_dir / label)]
         return arguments
 
@@ -104,3 +109,12 @@ class Runs:
 
         config = self.config(label)
         return config.checkpoint_every is not None and bool(checkpoints_in(checkpoint_folder(config)))
+
+
+def without(names: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """`flags`, without those of these names and their values."""
+    kept, stays = [], True
+    for flag in flags:
+        stays = flag.split("=")[0] not in names if flag.startswith("--") else stays
+        kept += [flag] * stays
+    return kept

@@ -1,4 +1,4 @@
-"""The file that lets an interrupted sweep continue: its settings, and the choices that are finished."""
+"""The file that lets an interrupted sweep continue, and tells comparisons which runs were its passes."""
 
 import json
 from pathlib import Path
@@ -12,43 +12,61 @@ from ddp_lab.untrusted import json_bytes
 
 class Kept(msgspec.Struct):
     settings: dict[str, Any]
-    finished: list[str]
+    is_whole: bool
+    runs: dict[str, dict[int, str]]
 
 
 class SweepState:
-    """Kept in `profile/<family>.sweep.json` from the start of a sweep until it has reported on all choices.
+    """Kept in `profile/<family>.sweep.json` until the next sweep of the family begins.
 
     Args:
         settings: What must be the same when the sweep continues.
+
+    Attributes:
+        runs: The ids of those that are finished, by label and number of the pass, from 1.
     """
 
     def __init__(self, output_dir: Path, family: str, settings: dict[str, Any]) -> None:
         self._path = output_dir / "profile" / f"{family}.sweep.json"
         self._settings = settings
-        self.finished: list[str] = []
+        self.runs: dict[str, dict[int, str]] = {}
+
+    def read(self) -> Kept | None:
+        """Read `runs` of the latest sweep, if there is one, and return all that it has kept.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        if not self._path.exists():
+            return None
+        try:
+            kept = msgspec.json.decode(json_bytes(self._path, 1 / 1000), type=Kept)
+        except (UserError, ValueError, RecursionError) as error:
+            raise UserError(f"{self._path} cannot be read ({error}); remove it and sweep anew") from None
+        self.runs = kept.runs
+        return kept
 
     def go_on(self) -> None:
-        """Read `finished` of the interrupted sweep.
+        """Read `runs` of the interrupted sweep.
 
         Raises:
             UserError: there is no such sweep, or it had other settings.
         """
-        if not self._path.exists():
-            raise UserError(f"--resume: no interrupted sweep ({self._path} is not there); leave out --resume")
-        try:
-            kept = msgspec.json.decode(json_bytes(self._path, 1 / 1000), type=Kept)
-        except (UserError, ValueError, RecursionError) as error:
-            raise UserError(f"--resume: {self._path} cannot be read ({error}); leave out --resume") from None
+        kept = self.read()
+        if kept is None or kept.is_whole:
+            raise UserError(f"--resume: no interrupted sweep (by {self._path}); leave out --resume")
         for name, value in self._settings.items():
             if kept.settings.get(name) != value:
                 raise UserError(
                     f"--resume: the interrupted sweep had {name} {shown(kept.settings.get(name))}, this one has "
                     f"{shown(value)}; give the same, or leave out --resume"
                 )
-        self.finished = kept.finished
 
-    def write(self) -> None:
+    def write(self, is_whole: bool = False) -> None:
         """Write the file.
+
+        Args:
+            is_whole: All choices are trained and reported on, so that there is nothing to continue.
 
         Raises:
             UserError: it cannot be written.
@@ -59,21 +77,19 @@ class SweepState:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write {self._path}: {error.strerror}") from error
-        content = {"settings": self._settings, "finished": self.finished}
+        content = msgspec.to_builtins(Kept(self._settings, is_whole, self.runs))
         write_text(self._path, json.dumps(content, indent=2) + "\n")
 
-    def add(self, choice: str) -> None:
-        """Note that a choice has been trained.
+    def add(self, label: str, number: int) -> None:
+        """Note that a choice has been trained in a pass: its newest run.
 
         Raises:
             UserError: it cannot be written.
         """
-        self.finished.append(choice)
+        records = (self._path.parent / label).glob("*.run.json")
+        run_id = max((path.name for path in records), default="").removesuffix(".run.json")
+        self.runs.setdefault(label, {})[number] = run_id
         self.write()
-
-    def close(self) -> None:
-        """Remove the file: all choices are trained and reported on."""
-        self._path.unlink(missing_ok=True)
 
 
 def shown(value: Any) -> str:

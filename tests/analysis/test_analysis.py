@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from ddp_lab.analysis.columns import CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION
 from ddp_lab.analysis.command import main
 from ddp_lab.analysis.comparison.changes import Run, changes
-from ddp_lab.analysis.comparison.compare import comparison, keep
+from ddp_lab.analysis.comparison.compare import comparison
+from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.report.pages.summary import kernel_times, write_summary
 from ddp_lab.analysis.summary import analyse_window

@@ -19,6 +19,7 @@ from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.data.workloads import WORKLOADS
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.process.environment import OF_GPUS, scheduling
+from ddp_lab.sweep.state import SweepState
 from tests.in_process import compare_runs
 from tests.traces import record, write, write_run
 
@@ -71,13 +72,30 @@ def test_every_flag_of_reports_is_documented() -> None:
     assert documented == [flag for flag in reports if flag != "--help"]
 
 
-def trained(folder: Path, changes: dict[str, dict[str, Any]]) -> None:
+def trained(folder: Path, changes: dict[str, dict[str, Any]], run_id: str = "20261121-093000-0001") -> None:
     """Traces and records of choices as a run leaves them; `changes` to the record of each."""
     for choice, change in changes.items():
-        trace_dir = write_run(folder / "profile" / choice)
-        content = record(choice, 0.1) | {"run_id": "20261121-093000-0001"} | change
+        trace_dir = write_run(folder / "profile" / choice, run_id=run_id)
+        content = record(choice, 0.1) | {"run_id": run_id} | change
         content["config"] = content["config"] | {"no_profile": False}
-        write(trace_dir / "20261121-093000-0001.run.json", content)
+        write(trace_dir / f"{run_id}.run.json", content)
+
+
+def test_passes_of_a_sweep_count_together_until_a_choice_runs_again(tmp_path: Path) -> None:
+    state = SweepState(tmp_path, "ddp", {})
+    for number, seconds in ((1, 0.2), (2, 0.4)):
+        trained(tmp_path, {"flat_ddp": {}, "pytorch_ddp": {"step_time_s": [9.0, seconds]}}, f"20261121-09300{number}-0")
+        for label in ("flat_ddp", "pytorch_ddp"):
+            state.add(label, number)
+    answer = compare_runs("ddp", "--output-dir", str(tmp_path))
+    assert answer.returncode == 0 and "verdicts are withheld: the machine changed during the sweep" in answer.stdout
+    table = pd.read_csv(tmp_path / "reports" / "compare.csv")
+    assert table.run_id.unique().tolist() == ["20261121-093001-0"] and table.verdict[0] == "withheld"
+    assert "200.0 ms (pytorch_ddp, pass 1) and 400.0 ms (pytorch_ddp, pass 2)" in table.withheld[0]
+    trained(tmp_path, {"pytorch_ddp": {}}, "20261121-093003-0")
+    assert compare_runs("ddp", "--output-dir", str(tmp_path)).returncode == 0
+    table = pd.read_csv(tmp_path / "reports" / "compare.csv")
+    assert table.verdict[0] == "unknown" and table.run_id.tolist() == ["20261121-093001-0", "20261121-093003-0"]
 
 
 def test_compare_what_has_been_trained(tmp_path: Path) -> None:

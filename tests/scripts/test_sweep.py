@@ -20,6 +20,7 @@ from ddp_lab.runtime.checkpoint.manifest import folder_name
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.sweep import command as script
+from ddp_lab.sweep import passes
 from ddp_lab.sweep.meshes import mesh_flags, mesh_labels, mesh_setting, place
 from tests.tables import each_row
 
@@ -32,13 +33,15 @@ class Sweep:
     """`ddp-lab sweep ddp 2` in `folder`, in this process; or of another family, on other ranks.
 
     Attributes:
-        asked: The arguments of each run that it starts.
+        passes: How many.
+        asked: The arguments of each run that it starts; of several passes, those of the last.
         ignored: The signals that it takes no more when it ends.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.of = ["ddp", "2"]
+        self.passes = 1
         self.asked: dict[str, list[str]] = {}
         self.report_problem: BaseException | None = None
 
@@ -49,15 +52,15 @@ class Sweep:
             self.asked[choice] = arguments
             return train(choice, arguments)
 
-        def reported(*_: object) -> Path:
+        def reported(*_: object, passes: object) -> Path:
             if self.report_problem:
                 raise self.report_problem
             return self.folder / "compare.html"
 
         out, error = io.StringIO(), io.StringIO()
-        command = [*self.of, "--output-dir", str(self.folder), *arguments]
+        command = [*self.of, "--passes", str(self.passes), "--output-dir", str(self.folder), *arguments]
         with (
-            mock.patch.object(script, "start_ranks", started),
+            mock.patch.object(passes, "start_ranks", started),
             mock.patch("ddp_lab.analysis.comparison.choices.report_on_choices", reported),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(error),
@@ -102,6 +105,28 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep: Sweep, last: int) -> Non
     assert answer.returncode == 0 and list(sweep.asked) == CHOICES[last:]
     again = sweep.run("--resume")
     assert again.returncode == 2 and "--resume: no interrupted sweep" in again.stderr
+
+
+def test_passes_go_on_in_their_middle(sweep: Sweep) -> None:
+    """Each later one has an order of its own, the same again, and does without what is done once."""
+    sweep.passes, flags = 3, ["--checkpoint-every", "2", "--generate=3", "--lr", "0.1"]
+    asked: list[tuple[str, bool]] = []
+
+    def train(choice: str, arguments: list[str]) -> bool:
+        asked.append((choice, "--checkpoint-every" in arguments and "--generate=3" in arguments))
+        assert arguments[arguments.index("--max-steps") + 1] == "20" and "--lr" in arguments
+        if len(asked) == len(CHOICES) + 3:
+            raise KeyboardInterrupt
+        return True
+
+    answer = sweep.run(*flags, train=train)
+    assert f"{asked[-1][0]}: 10 of 21 (pass 2 of 3), about 0 s to go" in answer.stdout
+    assert sweep.run(*flags, "--resume", train=train).returncode == 0
+    assert asked.pop(len(CHOICES) + 2) == asked[len(CHOICES) + 2], "the run that was stopped is done again"
+    assert asked == [(label, number == 1) for label, number in passes.planned(CHOICES, 3, seed=0)]
+    orders = [asked[start : start + len(CHOICES)] for start in range(0, 21, len(CHOICES))]
+    assert [choice for choice, _ in orders[0]] == CHOICES and orders[1] != orders[2]
+    assert all(sorted(choice for choice, _ in order) == sorted(CHOICES) for order in orders)
 
 
 def test_a_choice_that_failed_is_trained_again(sweep: Sweep) -> None:

@@ -7,7 +7,9 @@ import numpy as np
 import pandas as pd
 
 from ddp_lab.analysis.columns import CHANGE_COLUMNS, COMPONENTS, kinds_run
-from ddp_lab.analysis.comparison.compare import Traced, largest_difference, run_row, timed_steps_ms, traced_row
+from ddp_lab.analysis.comparison.compare import largest_difference, run_row, traced_row
+from ddp_lab.analysis.comparison.steady import timed_steps_ms
+from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.metrics.significance import Estimate, directions, paired
 from ddp_lab.analysis.traces.collectives import KINDS
 

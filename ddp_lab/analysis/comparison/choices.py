@@ -1,8 +1,11 @@
 """Reports on all choices of an entrypoint: each one's summary, and all of them side by side."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
@@ -10,11 +13,16 @@ from rich.table import Table
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS
 from ddp_lab.analysis.command import report_folder, report_on_window
-from ddp_lab.analysis.comparison.compare import REFERENCE, Traced, keep, latest_record
+from ddp_lab.analysis.comparison.compare import REFERENCE, latest_record
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, field_of, require_comparable
+from ddp_lab.analysis.comparison.steady import passes_of, with_passes
+from ddp_lab.analysis.comparison.traced import Traced, keep
 from ddp_lab.analysis.errors import TraceError
-from ddp_lab.analysis.record import leaves_traces
+from ddp_lab.analysis.mesh import mesh_of
+from ddp_lab.analysis.metrics.exposure import exposure
+from ddp_lab.analysis.record import leaves_traces, read_record
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
+from ddp_lab.analysis.summary import read_rank
 from ddp_lab.analysis.traces.finding import Window, find_windows
 from ddp_lab.record_format import SHARED_GPU
 
@@ -38,7 +46,12 @@ SHOWN = (
 
 
 def report_on_choices(
-    output_dir: Path, report_root: str, choices: Iterable[str], failed: list[str], allowed: Iterable[str] = ()
+    output_dir: Path,
+    report_root: str,
+    choices: Iterable[str],
+    failed: list[str],
+    allowed: Iterable[str] = (),
+    passes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
 ) -> Path:
     """Write `summary.*` of each choice and `compare.*` of all, print the table, and return the page's path.
 
@@ -48,12 +61,17 @@ def report_on_choices(
         choices: Labels of trained choices (`ddp_lab.runtime.config.labelled`). The latest run of each counts.
         failed: Choices without a result, which the page names. A choice whose traces are broken is added.
         allowed: Settings in which the runs may differ, named as in `ddp_lab.analysis.comparison.fairness.FIELDS`.
+        passes: Run ids of the latest sweep by choice and pass. They count together if the latest run is one of them.
 
     Raises:
         TraceError: there is nothing to compare, or the runs are not comparable.
     """
     found = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
-    records = {choice: record for choice, record in found.items() if record is not None}
+    records = {
+        choice: in_passes(record, output_dir / "profile" / choice, passes.get(choice, {}))
+        for choice, record in found.items()
+        if record is not None
+    }
     if not records:
         raise TraceError("no run record of any choice to compare; train first")
     allowed, class_field = set(allowed), field_of(BACKEND_CLASS)
@@ -72,7 +90,7 @@ def report_on_choices(
             if analysis.problems:  # means over only some ranks cannot be compared
                 incomplete.append(choice)
             else:
-                traced[choice] = keep(analysis)
+                traced[choice] = replace(keep(analysis), later=later_steps(trace_dir, passes_of(record)))
         except TraceError as error:  # the choice's step times can still be used
             print(f"error: {choice}: {error}", file=sys.stderr)
             failed.append(choice)
@@ -80,7 +98,38 @@ def report_on_choices(
     for sharing in compared.table["gpu_sharing"].dropna().unique():
         print(f"{sharing}: {SHARED_GPU}")
     print_table(compared.table, Console())
+    for line in compared.changes:
+        print(line)
     return write_comparison(compared, output_dir / report_root)
+
+
+def in_passes(latest: dict[str, Any], folder: Path, passes: Mapping[int, str]) -> dict[str, Any]:
+    """The record of a sweep's first pass with all passes, if the latest run is of the sweep; else the latest alone.
+
+    Raises:
+        TraceError: a record cannot be read.
+    """
+    if latest["run_id"] not in passes.values() or 1 not in passes:
+        return latest
+    runs = {number: read_record(folder / f"{run_id}.run.json") for number, run_id in passes.items()}
+    return with_passes(runs[1], runs)
+
+
+def later_steps(trace_dir: Path, passes: Mapping[int, dict[str, Any]]) -> dict[int, pd.DataFrame]:
+    """The table of `exposure.csv` of each pass but the first, if all its ranks can be read.
+
+    Raises:
+        TraceError: there are no traces.
+    """
+    found = {}
+    for number, record in passes.items():
+        if number > 1:
+            files = last_window(trace_dir, record["run_id"]).files
+            ranks = [read_rank(path, rank, include_last_step=False) for rank, path in files.items()]
+            timelines = [rank for rank in ranks if not isinstance(rank, str)]
+            if len(timelines) == len(files):
+                found[number] = exposure(timelines, len(files) == record["world_size"], mesh_of(record)).steps
+    return found
 
 
 def last_window(trace_dir: Path, run_id: str) -> Window:

@@ -1,67 +1,26 @@
 """All choices side by side: a row a choice, from its latest run record and that run's traces."""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, MEMORY_COLUMNS, PART_COLUMNS, SHARE_COLUMNS, TRAFFIC_COLUMNS
 from ddp_lab.analysis.comparison.fairness import by_class
+from ddp_lab.analysis.comparison.steady import all_steps_ms, passes_of, steady
+from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.metrics.memory import memory_row
 from ddp_lab.analysis.metrics.significance import Estimate, directions, paired_ratio
 from ddp_lab.analysis.metrics.utilization import mfu
 from ddp_lab.analysis.record import failure_of, read_record
-from ddp_lab.analysis.summary import WindowAnalysis
-from ddp_lab.analysis.traces.timeline import RankTimeline
 
 REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline", "reports_parallel": "tp"}
 """The choice that ratios refer to, by report folder."""
-IS_REFERENCE, UNKNOWN = "reference", "unknown"
+IS_REFERENCE, UNKNOWN, WITHHELD = "reference", "unknown", "withheld"
 VERDICTS = {-1: "faster", 0: "no difference seen", 1: "slower", None: UNKNOWN}
-
-
-@dataclass(frozen=True)
-class Traced:
-    """The part of a run's analysis that comparisons need. All events of many ranks would take too much memory.
-
-    Attributes:
-        summary: The table of `summary.csv`.
-        steps: The table of `exposure.csv`.
-        audit: The table of `audit.csv`.
-        timeline: Of the rank whose lanes are drawn.
-        step: The optimizer step that is drawn.
-    """
-
-    summary: pd.DataFrame
-    steps: pd.DataFrame
-    audit: pd.DataFrame
-    timeline: RankTimeline
-    step: int
-
-    @property
-    def failed_checks(self) -> list[str]:
-        """Subjects of failed checks, each once."""
-        return self.audit.loc[self.audit["result"] == "fail", "subject"].unique().tolist()
-
-
-def keep(analysis: WindowAnalysis) -> Traced:
-    """Choose what is drawn: the step of median duration (mean over ranks), and in it the rank of median duration.
-
-    Of an even number, the shorter of the middle two counts.
-    """
-    durations = analysis.exposure.steps.pivot_table(index="step", columns="rank", values="step_ms")
-    step = middle(durations.mean(axis="columns"))
-    rank = middle(durations.T[step])
-    timeline = next(timeline for timeline in analysis.timelines if timeline.rank == rank)
-    return Traced(analysis.summary, analysis.exposure.steps, analysis.audit, timeline, step)
-
-
-def middle(values: pd.Series) -> int:
-    """The label of the lower median."""
-    return int(values.sort_values(kind="stable").index[(len(values) - 1) // 2])
 
 
 class Standing(NamedTuple):
@@ -70,23 +29,35 @@ class Standing(NamedTuple):
     Attributes:
         estimate: The ratio of step times.
         p_value: Corrected for the number of comparisons.
-        verdict: One of `VERDICTS`.
+        verdict: One of `VERDICTS`. Faster or slower is what is so in every pass.
+        by_pass: The ratio in each pass, the median of its pairs.
     """
 
     estimate: Estimate
     p_value: float
     verdict: str
+    by_pass: dict[int, float]
+
+    @property
+    def passes_disagree(self) -> bool:
+        return len(self.by_pass) > 1 and min(self.by_pass.values()) <= 1 <= max(self.by_pass.values())
 
 
 def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str, Standing]:
     """Every other run compared with the reference, over the steps timed in both; empty without the reference."""
     if reference not in records:
         return {}
-    base = timed_steps_ms(records[reference])
-    others = [name for name in records if name != reference]
-    estimates = [paired_ratio(base, timed_steps_ms(records[name])) for name in others]
-    answers = zip(others, estimates, directions(estimates, null=1.0), strict=True)
-    return {name: Standing(found, p_value, VERDICTS[sign]) for name, found, (p_value, sign) in answers}
+    base = all_steps_ms(records[reference])
+    times = {name: all_steps_ms(record) for name, record in records.items() if name != reference}
+    estimates = [paired_ratio(base, mine) for mine in times.values()]
+    found = {}
+    for (name, mine), estimate, (p_value, sign) in zip(
+        times.items(), estimates, directions(estimates, null=1.0), strict=True
+    ):
+        logs = (np.log(mine) - np.log(base)).dropna().groupby(level=0).median()
+        standing = Standing(estimate, p_value, VERDICTS[sign], np.exp(logs).to_dict())
+        found[name] = standing._replace(verdict=VERDICTS[0]) if sign and standing.passes_disagree else standing
+    return found
 
 
 def latest_record(choice_dir: Path) -> dict[str, Any] | None:
@@ -102,14 +73,6 @@ def latest_record(choice_dir: Path) -> dict[str, Any] | None:
             return record
         print(f"warning: {path}: {problem}, so it is left out", file=sys.stderr)
     return None
-
-
-def timed_steps_ms(record: dict[str, Any]) -> pd.Series:
-    """Step times in ms by step, without the first (warm-up), those in which the choice was still adapting, and profiled
-    ones."""
-    began = (record["resumed_from"] or {"step": 0})["step"]
-    times = pd.Series(record["step_time_s"], dtype=float).iloc[began + max(1, record["settling_steps"]) :]
-    return times.dropna() * 1000
 
 
 def comparison(
@@ -144,11 +107,13 @@ def group_rows(
     records: Mapping[str, dict[str, Any]], traced: Mapping[str, Traced], reference: str
 ) -> list[dict[str, Any]]:
     """Rows of runs that are compared with each other, but for the ratios of medians."""
+    records, withheld, _ = steady(records, traced)
     base_name = next((name for name, record in records.items() if record["choice"] == reference), "")
     stand, base = standings(records, base_name), records.get(base_name)
     rows = []
     for name, record in records.items():
-        row = {**run_row(record), **traced_row(traced.get(name)), "choice": name, "verdict": UNKNOWN}
+        row = {**run_row(record), **traced_row(traced.get(name), [*passes_of(record)]), "choice": name}
+        row |= {"verdict": UNKNOWN, "withheld": withheld or None}
         row["loss_difference"] = largest_difference(record, base) if base else float("nan")
         if name == base_name:
             row["verdict"] = IS_REFERENCE
@@ -157,6 +122,10 @@ def group_rows(
             row |= {"paired_ratio": found.estimate.value, "pairs": found.estimate.pairs, "verdict": found.verdict}
             row |= {"paired_ratio_low": found.estimate.low, "paired_ratio_high": found.estimate.high}
             row["paired_p_value"] = found.p_value
+            if len(found.by_pass) > 1:
+                row["step_time_ratio_by_pass"] = " ".join(f"{ratio:.2f}" for ratio in found.by_pass.values())
+        if withheld and name != base_name:
+            row["verdict"] = WITHHELD
         rows.append(row)
     return rows
 
@@ -175,7 +144,7 @@ RATIOS = {
 
 def run_row(record: dict[str, Any]) -> dict[str, Any]:
     """The figures of a run record."""
-    times, utilization = timed_steps_ms(record), mfu(record)
+    times, utilization = all_steps_ms(record), mfu(record)
     memory = pd.DataFrame([memory_row(record, held["rank"]) for held in record["memory"]])
     return {
         "run_id": record["run_id"],
@@ -199,13 +168,14 @@ def run_row(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def traced_row(traced: Traced | None) -> dict[str, float]:
-    """The figures of a run's traces (means over ranks and steps); NaN without traces."""
+def traced_row(traced: Traced | None, passes: Sequence[int] = (1,)) -> dict[str, float]:
+    """The figures of a run's traces (means over ranks and steps of these passes); NaN without traces."""
     if traced is None:
         return dict.fromkeys([*PART_COLUMNS, *SHARE_COLUMNS, *TRAFFIC_COLUMNS, "audit_failures"], float("nan"))
+    steps = pd.concat([traced.passes[number] for number in passes if number in traced.passes] or [traced.steps])
     return {
-        "profiled_step_ms": traced.steps["step_ms"].mean(),
-        **{column: traced.steps[column].mean() for column in PART_COLUMNS if column in traced.steps},
+        "profiled_step_ms": steps["step_ms"].mean(),
+        **{column: steps[column].mean() for column in PART_COLUMNS if column in steps},
         **{column: traced.summary[column].mean() for column in (*SHARE_COLUMNS, *TRAFFIC_COLUMNS)},
         "audit_failures": int((traced.audit["result"] == "fail").sum()) if len(traced.audit) else float("nan"),
     }

@@ -49,18 +49,28 @@ def parts_of(row: Row) -> dict[str, float]:
     return {part: scale * sum(row[column] for column in columns) for part, columns in PARTS.items()}
 
 
-def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: Sequence[str] = ()) -> Verdict:
+def verdict(
+    table: pd.DataFrame,
+    to_fastest: Mapping[str, Standing],
+    affected: Sequence[str] = (),
+    withheld: str = "",
+    equal_compute: bool = False,
+) -> Verdict:
     """The fastest choice against the reference, or against the next choice if it is the reference itself.
 
     Args:
         table: From `comparison`.
         to_fastest: The step times of the other choices, compared with the fastest.
         affected: Figures that cannot be compared, since the runs differ in other settings.
+        withheld: Why no choice may be said to win; empty if one may.
+        equal_compute: All choices do equal compute, so that a difference in it is no merit of theirs.
     """
     if len(table) == 1:
         return Verdict("Only one choice was run, so there is nothing to compare it with.")
     if TIME in affected:
         return Verdict("Step times cannot be compared here, so no choice wins.")
+    if withheld:
+        return Verdict(f"The verdict is withheld: {withheld}.")
     timed = table.dropna(subset=["step_time_ms_median"]).sort_values("step_time_ms_median", kind="stable")
     if len(timed) < 2:
         return Verdict("Fewer than two choices have timed steps, so their speed cannot be compared.")
@@ -84,13 +94,15 @@ def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: S
             f"with at least {needed - pairs} steps more (--max-steps).",
         )
     found = standing.estimate
+    passes = len(standing.by_pass)
     measured = (
-        f"over {found.pairs} pairs of steps, a step of {best['choice']} takes {1 / found.high:.2f} to "
-        f"{1 / found.low:.2f} of one of {other['choice']} (95 % interval)"
+        f"over {found.pairs} pairs of steps{f' in {passes} passes' * (passes > 1)}, a step of {best['choice']} takes "
+        f"{1 / found.high:.2f} to {1 / found.low:.2f} of one of {other['choice']} (95 % interval)"
     )
     if judged != SLOWER:
         apart = "cannot be told apart from it" if judged == ALIKE else "is faster step by step"
         doubt = "The difference may be chance" if judged == ALIKE else "Medians mislead here"
+        doubt = "Passes disagree on which is faster" if standing.passes_disagree else doubt
         return Verdict(
             f"No choice wins: {best['choice']} has the lowest median step time, {mine} ms, but {rival} {apart}.",
             f"{doubt}: {measured}.",
@@ -101,28 +113,31 @@ def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: S
         who = f"{listed([best['choice'], *alike])} are fastest (they cannot be told apart)"
     claim = (
         f"{who}, {found.value:.2f} times as fast as {rival} ({mine} ms a step against {theirs} ms)"
-        f"{reason(best, other)}."
+        f"{reason(best, other, equal_compute)}."
     )
     if (best["audit_failures"] or 0) > 0:
         return Verdict(
             claim, f"Doubt it: {best['choice']} fails its audit, so it may be fast because it does too little."
         )
     evidence = listed([measured, *checks(table)])
-    return Verdict(claim, f"Believe it, unless the machine changed between the runs: {evidence}.", True)
+    unless = "" if passes > 1 else ", unless the machine changed between the runs"
+    return Verdict(claim, f"Believe it{unless}: {evidence}.", True)
 
 
-def reason(best: Row, other: Row) -> str:
-    """In which parts of a step `best` gains over `other`, as the rest of a sentence."""
+def reason(best: Row, other: Row, equal_compute: bool) -> str:
+    """In which parts of a step `best` gains over `other`, as the rest of a sentence; not in equal compute."""
     if pd.isna(whole := other["profiled_step_ms"] - best["profiled_step_ms"]):
         return "; without traces of both, it is unknown why"
     if whole <= 0:
         return "; the profiled steps do not show why"
     mine, theirs = parts_of(best), parts_of(other)
-    gains = {part: theirs[part] - mine[part] for part in PARTS}
+    gains = {part: theirs[part] - mine[part] for part in PARTS if not (equal_compute and part == "compute")}
     notable = sorted(gains, key=lambda part: -abs(gains[part]))
     notable = [part for part in notable if abs(gains[part]) >= WORTH_NAMING * sum(gains.values())]
     less = [f"{gains[part]:,.1f} ms less {part}" for part in notable if gains[part] > 0]
     more = [f"{-gains[part]:,.1f} ms more {part}" for part in notable if gains[part] < 0]
+    if not less:
+        return "; the profiled steps do not show why"
     return f", thanks to {listed(less)}{f' and despite {listed(more)}' if more else ''}"
 
 

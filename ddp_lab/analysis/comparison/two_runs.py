@@ -10,8 +10,8 @@ from rich.table import Table
 
 from ddp_lab.analysis.comparison.changes import EQUAL, Run, changes, rows_of, signed, summary
 from ddp_lab.analysis.comparison.choices import last_window, print_whole
-from ddp_lab.analysis.comparison.compare import keep
 from ddp_lab.analysis.comparison.fairness import require_comparable
+from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.record import failure_of, leaves_traces, read_record

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from ddp_lab.analysis.comparison.changes import Run, changes
-from ddp_lab.analysis.comparison.compare import Traced
+from ddp_lab.analysis.comparison.traced import Traced
 from tests.analysis.comparison.test_compare import RHYTHM, timed
 from tests.in_process import compare_runs
 from tests.tables import each_row

@@ -10,9 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddp_lab.analysis.comparison.compare import Traced, comparison, keep, standings
+from ddp_lab.analysis.comparison.compare import comparison, standings
 from ddp_lab.analysis.comparison.conclusion import fastest, leanest, verdict
 from ddp_lab.analysis.comparison.fairness import FIELDS, affected, require_comparable
+from ddp_lab.analysis.comparison.steady import steady, with_passes
+from ddp_lab.analysis.comparison.traced import Traced, keep
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.metrics.significance import fewest_pairs
 from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
@@ -77,13 +79,85 @@ def test_losses_are_held_against_the_reference_step_by_step() -> None:
     assert comparison({"b": second}, {}, "a")["loss_difference"].isna().all()
 
 
+# Passes of a sweep ---------------------------------------------------------------------------------------------------
+
+
+def in_passes(choice: str, *seconds: float) -> dict[str, Any]:
+    """A choice whose passes of 20 steps took so long a step."""
+    runs = {number: timed(choice, each, steps=20) for number, each in enumerate(seconds, 1)}
+    return with_passes(runs[1], runs)
+
+
+BY_PASSES = {
+    "all alike": ([0.1, 0.1], [0.11, 0.11], "slower", "1.10 1.10", ""),
+    "one of two disturbed": ([0.1, 0.1], [0.09, 0.45], "withheld", "", "90.9 ms (b, pass 1) and 454.5 ms (b, pass 2)"),
+    "the reference's": ([0.5, 0.1], [0.11, 0.11], "withheld", "", "101.0 ms (a, pass 2) and 505.0 ms (a, pass 1)"),
+    "one of three disturbed": ([0.1, 0.1, 0.1], [0.09, 0.45, 0.09], "faster", "0.90 0.90", "454.5 ms (b, pass 2)"),
+    "passes disagree": ([0.1, 0.1], [0.11, 0.095], "no difference seen", "1.10 0.95", ""),
+    "a pass in which all is slower": ([0.1, 0.12], [0.11, 0.132], "slower", "1.10 1.10", ""),
+}
+
+
+@each_row("case", BY_PASSES)
+def test_a_verdict_is_what_every_pass_says_on_an_equal_machine(case: str) -> None:
+    reference, other, judged, by_pass, said = BY_PASSES[case]
+    records = {"a": in_passes("a", *reference), "b": in_passes("b", *other), "c": in_passes("c", *[0.2] * len(other))}
+    table = comparison(records, {}, "a").set_index("choice")
+    assert table.loc["b", "verdict"] == judged and (table.loc["b", "step_time_ratio_by_pass"] == by_pass or not by_pass)
+    found = steady(records, {})
+    assert bool(found.withheld) == (judged == "withheld") == (table.loc["c", "verdict"] == "withheld")
+    assert said in (found.withheld or "".join(found.left_out)) and bool(found.left_out) == ("three" in case)
+    assert table.loc["a", "withheld"] == (found.withheld or None)
+    if judged == "withheld":
+        assert found.withheld.startswith("the machine changed during the sweep: a step of equal work took ")
+        assert found.withheld.endswith("; run again, or --passes 4")
+
+
+def computing(*passes: float) -> Traced:
+    """What the traces of a run say that computes so many ms in each pass."""
+    steps = [pd.DataFrame({"step": [5, 6], "rank": 0, "compute_ms": [ms, 1.01 * ms]}) for ms in passes]
+    nothing: Any = pd.DataFrame()
+    return Traced(nothing, steps[0], nothing, nothing, 5, dict(enumerate(steps[1:], 2)))
+
+
+def test_compute_of_equal_work_takes_equal_time() -> None:
+    """Of one choice in all passes; of single runs that do equal compute. Sharded choices copy, and are not held so."""
+    records = {name: in_passes(name, 0.1, 0.1) | {"shards": []} for name in ("a", "b")}
+    assert not steady(records, {"a": computing(252, 260), "b": computing(500, 510)}).withheld
+    found = steady(records, {"a": computing(252, 260), "b": computing(252, 5000)}).withheld
+    assert "compute of equal work took 253.3 ms (b, pass 1) and 5,025.0 ms (b, pass 2)" in found
+    alone = {name: timed(name, 0.1) | {"shards": []} for name in ("a", "b")}
+    found = steady(alone, {"a": computing(252), "b": computing(5000)}).withheld
+    said = "the machine changed between the runs: compute of equal work took 253.3 ms (a) and 5,025.0 ms (b); run again"
+    assert found.startswith(said)
+    assert not steady(alone, {"a": computing(252), "b": computing(350)}).withheld
+    sharded = alone | {"b": alone["b"] | {"shards": ["gradients"]}}
+    assert not steady(sharded, {"a": computing(252), "b": computing(5000)}).withheld
+
+
+def test_a_disturbed_pass_withholds_every_claim(tmp_path: Path) -> None:
+    records = {"pytorch_ddp": in_passes("pytorch_ddp", 0.1, 0.1), "b": in_passes("b", 0.09, 0.45)}
+    found = Compared(records, {}, "pytorch_ddp", [], [])
+    text = write_comparison(found, tmp_path).read_text()
+    assert "The verdict is withheld: the machine changed during the sweep: a step of equal work took 90.9 ms" in text
+    assert "fastest," not in text and "times as long" not in text and "Believe" not in text
+    assert found.changes == [f"verdicts are withheld: {found.steadiness[0].withheld}"]
+    assert pd.read_csv(tmp_path / "compare.csv")["withheld"].str.contains("--passes 4").all()
+
+
 # In words ------------------------------------------------------------------------------------------------------------
 
 FAST_PARTS = {"exposed_wait_ms": 10.0, "exposed_transfer_ms": 20.0, "compute_ms": 60.0, "idle_ms": 10.0}
 SLOW_PARTS = {"exposed_wait_ms": 15.0, "exposed_transfer_ms": 35.0, "compute_ms": 58.0, "idle_ms": 10.0}
 
 
-def words(records: dict[str, Any], parts: dict[str, Any] | None = None, affected: Any = (), **peaks: float) -> str:
+def words(
+    records: dict[str, Any],
+    parts: dict[str, Any] | None = None,
+    affected: Any = (),
+    equal_compute: bool = False,
+    **peaks: float,
+) -> str:
     """What is said of hand-made runs; `parts` of profiled steps, and peaks of memory in MiB, by choice."""
     table = comparison(records, {}, "ref").set_index("choice", drop=False)
     for choice, columns in (parts or {}).items():
@@ -94,7 +168,7 @@ def words(records: dict[str, Any], parts: dict[str, Any] | None = None, affected
     best, table = fastest(table), table.reset_index(drop=True)
     standing = standings(records, best) if best else {}
     lean = "" if "memory" in affected else leanest(table, {} if "step times" in affected else standing)
-    claim, belief, is_sure = verdict(table, standing, affected)
+    claim, belief, is_sure = verdict(table, standing, affected, equal_compute=equal_compute)
     assert is_sure == belief.startswith("Believe it")
     return " ".join(part for part in (claim, belief, lean) if part)
 
@@ -110,6 +184,16 @@ def test_the_fastest_and_why() -> None:
         "of ref (95 % interval) and losses are at most 0 nats apart. ref needs least memory, 10.0 MiB at the peak of a "
         "step, 50 % less than fast; ref takes 2.00 times as long."
     )
+
+
+def test_equal_compute_is_nobodys_merit() -> None:
+    records = {"ref": in_passes("ref", 0.2, 0.2), "fast": in_passes("fast", 0.1, 0.1)}
+    text = words(records, {"ref": SLOW_PARTS, "fast": FAST_PARTS}, equal_compute=True)
+    assert "thanks to 55.3 ms less exposed communication. Believe it: over 38 pairs of steps in 2 passes, a" in text
+    text = words(records, {"ref": SLOW_PARTS, "fast": SLOW_PARTS | {"compute_ms": 40.0}}, equal_compute=True)
+    assert "compute" not in text
+    records = {"ref": in_passes("ref", 0.1, 0.12), "fast": in_passes("fast", 0.11, 0.09)}
+    assert "Passes disagree on which is faster" in words(records)
 
 
 def test_no_winner_where_it_cannot_be_told() -> None:

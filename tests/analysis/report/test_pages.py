@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from ddp_lab.analysis.columns import Column
-from ddp_lab.analysis.comparison.compare import keep
+from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.report.figures import axis_end
 from ddp_lab.analysis.report.figures.lanes_figure import drawn_lanes, lanes_figure
 from ddp_lab.analysis.report.figures.memory import memory_figure

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from ddp_lab.analysis.comparison.compare import Traced
+from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, clip_bars, literal, styled
 from ddp_lab.analysis.report.figures.lanes import (

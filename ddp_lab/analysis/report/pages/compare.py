@@ -9,9 +9,11 @@ from typing import Any
 import pandas as pd
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, Column, kinds_run
-from ddp_lab.analysis.comparison.compare import Traced, comparison, standings
+from ddp_lab.analysis.comparison.compare import comparison, standings
 from ddp_lab.analysis.comparison.conclusion import Verdict, fastest, leanest, verdict
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Difference, affected, by_class, class_of
+from ddp_lab.analysis.comparison.steady import COMPUTE, MOST, STEP, Steady, steady, work_of
+from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.metrics.significance import FEWEST_PAIRS
@@ -27,7 +29,10 @@ from ddp_lab.analysis.traces.collectives import KINDS
 HOW_TESTED = (
     "Step k of every choice trains on the same samples, so times are compared step by step. Ratio and 95 % interval: "
     "Hodges and Lehmann. p: Wilcoxon's signed-rank test, corrected by Holm. A difference is seen if p is at most 0.05. "
-    f"It is unknown below {FEWEST_PAIRS} pairs, or more if many choices are compared."
+    f"It is unknown below {FEWEST_PAIRS} pairs, or more if many choices are compared. In a sweep, pairs are of one pass, "
+    "and faster or slower is what is so in every pass. A pass is left out where its step takes more than "
+    f"{MOST[STEP]:g} times what it takes in the choice's middle pass, or its compute {MOST[COMPUTE]:g} times; if fewer "
+    "than two remain, verdicts are withheld."
 )
 NOT_ACROSS = (
     "These runs are over more than one backend class, or share GPUs differently, and both change step times "
@@ -69,6 +74,18 @@ class Compared:
     def across_classes(self) -> bool:
         """Whether the user allowed runs over different backend classes to be compared."""
         return any(difference.name == BACKEND_CLASS for difference in self.differences)
+
+    @cached_property
+    def steadiness(self) -> list[Steady]:
+        """Of each of `groups`."""
+        return [steady(group, self.traced) for group in self.groups]
+
+    @property
+    def changes(self) -> list[str]:
+        """Sentences on why verdicts are withheld, or on passes that are left out, where the machine changed."""
+        found = self.steadiness
+        withheld = [f"verdicts are withheld: {each.withheld}" for each in found if each.withheld]
+        return withheld or [f"a pass is left out, since {said}" for each in found for said in each.left_out]
 
     @property
     def groups(self) -> list[dict[str, dict[str, Any]]]:
@@ -131,19 +148,22 @@ def summary_lines(compared: Compared) -> list[str]:
         lines.append(
             f"Without figures of traces, since traces of some ranks are missing: {', '.join(compared.incomplete)}."
         )
+    lines += compared.changes
     return lines + audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
 
 
 def verdicts(compared: Compared) -> list[tuple[str, Verdict, str]]:
     """For each group of runs that are compared: which it is, its verdict, and what needs least memory."""
     affects, found = affected(compared.differences), []
-    for group in compared.groups:
+    for group, (records, withheld, _) in zip(compared.groups, compared.steadiness, strict=True):
         rows = compared.table[compared.table["choice"].isin(list(group))]
         best = fastest(rows)
-        standing = standings(group, best) if best else {}
+        standing = standings(records, best) if best else {}
+        works = {work_of(record) for record in group.values()}
         over = f"Over {next(iter(group.values()))['backend_class']}: " if len(compared.groups) > 1 else ""
-        lean = "" if MEMORY in affects else leanest(rows, {} if TIME in affects else standing)
-        found.append((over, verdict(rows, standing, affects), lean))
+        lean = "" if MEMORY in affects else leanest(rows, {} if TIME in affects or withheld else standing)
+        equal_compute = len(works) == 1 and None not in works
+        found.append((over, verdict(rows, standing, affects, withheld, equal_compute), lean))
     return found
 
 
@@ -158,7 +178,7 @@ def figures_sections(compared: Compared) -> list[Section]:
     alike: list[list[dict[str, Any]]] = []
     rows = table.to_dict("records")
     for name, column in COMPARISON_COLUMNS.items():
-        if name != "choice" and table[name].notna().any() and not name.startswith(silent):
+        if name not in ("choice", "withheld") and table[name].notna().any() and not name.startswith(silent):
             figure = cell("", f"{column.label}, {column.unit}" if column.unit else column.label, FIGURE)
             values = [cell(name, row[name], column) for row in rows]
             is_alike = len(rows) > 1 and len({value["value"] for value in values}) == 1
