@@ -29,7 +29,7 @@ from ddp_lab.analysis.traces.collectives import KINDS
 HOW_TESTED = (
     "Step k of every choice trains on the same samples, so times are compared step by step. Ratio and 95 % interval: "
     "Hodges and Lehmann. p: Wilcoxon's signed-rank test, corrected by Holm. A difference is seen if p is at most 0.05. "
-    f"It is unknown below {FEWEST_PAIRS} pairs, or more if many choices are compared. In a sweep, pairs are of one pass, "
+    f"It is unknown below {FEWEST_PAIRS} pairs, or more if many choices are compared. Pairs are of one pass each, "
     "and faster or slower is what is so in every pass. A pass is left out where its step takes more than "
     f"{MOST[STEP]:g} times what it takes in the choice's middle pass, or its compute {MOST[COMPUTE]:g} times; if fewer "
     "than two remain, verdicts are withheld."
