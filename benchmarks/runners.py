@@ -24,7 +24,7 @@ from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.precision import autocast
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
 from ddp_lab.strategy.replicated import ReplicatedStrategy
-from reference.pytorch_ddp import bucket_bytes
+from reference.pytorch_ddp import PyTorchDDP
 
 
 class Unreduced(ReplicatedStrategy):
@@ -42,7 +42,7 @@ class Runner:
         elements: Of the model's parameters.
         steps: Run this many optimizer steps, to the end of all their communication.
         drop_gradients: Free them, as the next step would before its forward pass.
-        state_bytes: Count the bytes that model states hold now, with the buckets of a DDP.
+        state_bytes: Count the bytes that model states hold now.
         expected_state_bytes: The formula's bytes after a step, gradients not yet dropped.
         wire_bytes: Bytes that a rank sends in a step, by the formulas of its collectives; needs one step to have run.
         settling_steps: How many first steps differ from later ones; at least one.
@@ -109,7 +109,9 @@ def plain_runner(
     name, size = config.choice, ModelSize.of(workload.model)
     module = workload.model.to(ranks.device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
-    model: Any = DistributedDataParallel(module, process_group=group) if name == BARE_LOOP else module
+    model: Any = module
+    if name == BARE_LOOP:
+        model = DistributedDataParallel(module, process_group=group, **PyTorchDDP.settings)
 
     def steps(count: int) -> None:
         for _ in range(count):
@@ -125,8 +127,7 @@ def plain_runner(
     def state_bytes() -> int:
         states = [value for entry in optimizer.state.values() for value in entry.values()]
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        buckets = sum(bucket_bytes(model)) if name == BARE_LOOP else 0
-        return storage_bytes([*module.parameters(), *module.buffers(), *gradients, *states]) + buckets
+        return storage_bytes([*module.parameters(), *module.buffers(), *gradients, *states])
 
     expected = expected_state_bytes(size, ranks.world_size, ())
     wire_bytes = 2 * (ranks.world_size - 1) / ranks.world_size * storage_bytes(module.parameters())

@@ -14,8 +14,10 @@ REGISTRY = Registry(
         "simple_ddp_hook": ("ddp.simple_ddp_hook:HookDDP", "a blocking all-reduce as each gradient becomes ready"),
         "simple_ddp_async": ("ddp.simple_ddp_async:AsyncDDP", "a non-blocking all-reduce as each gradient is ready"),
         "bucket_ddp_async": ("ddp.bucket_ddp_async:BucketDDP", "non-blocking all-reduces of buckets of gradients"),
-        "pytorch_ddp": ("reference.pytorch_ddp:PyTorchDDP", "torch.nn.parallel.DistributedDataParallel"),
+        "pytorch_ddp": ("reference.pytorch_ddp:PyTorchDDP", "torch.nn.parallel.DistributedDataParallel, tuned"),
+        "pytorch_ddp_plain": ("reference.pytorch_ddp:PlainPyTorchDDP", "the same with torch's default settings"),
     },
+    not_swept=("pytorch_ddp_plain",),
     on_legacy_nccl=("bucket_ddp_async", "pytorch_ddp"),
 )
 CHOICES = REGISTRY.names

@@ -1,13 +1,15 @@
-"""PyTorch's own data parallelism: `torch.nn.parallel.DistributedDataParallel` with its default settings.
+"""PyTorch's own data parallelism, `torch.nn.parallel.DistributedDataParallel`: `pytorch_ddp` and `pytorch_ddp_plain`.
 
 It does in C++ what `bucket_ddp_async` does. Buckets have 25 MiB, the first one 1 MiB. After the first step they are
 rebuilt in the order in which gradients became ready. They are all-reduced while backward continues; over torch's
-`nccl` backward waits for every bucket, by its source (docs/cuda.md). By default DDP copies gradients into its buckets
-and back. It averages over ranks, so losses are weighted accordingly.
+`nccl` backward waits for every bucket, by its source (docs/cuda.md). It averages over ranks, so losses are weighted
+accordingly. `pytorch_ddp_plain` has the default settings: gradients are copied into buckets and back, and held twice.
+`pytorch_ddp` has those that torch's docstring gives for memory; what else was tried is in
+docs/how-it-works/README.md#settings-of-the-originals.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +26,7 @@ class PyTorchDDP(ReplicatedStrategy):
 
     always_averages = reduces_in_backward = True
     deciding_steps = 2  # after the first, DDP rebuilds its buckets
+    settings: ClassVar[dict[str, Any]] = {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True}
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
         self.make_compression()
@@ -33,6 +36,7 @@ class PyTorchDDP(ReplicatedStrategy):
             process_group=self.process_group,
             bucket_cap_mb=None if cap_bytes is None else cap_bytes / 2**20,
             find_unused_parameters=self.options.find_unused_parameters,
+            **self.settings,
         )
         if self.compression is not None:
             self.compression.register(self.ddp)
@@ -73,6 +77,12 @@ class PyTorchDDP(ReplicatedStrategy):
         if self.options.find_unused_parameters:  # DDP also exchanges which are used: int32 each
             traffic.append(Collective("all_reduce", 1, 4 * len(self.trainable), self.data_parallel_size, "bookkeeping"))
         return traffic
+
+
+class PlainPyTorchDDP(PyTorchDDP):
+    """DistributedDataParallel as it is without a setting."""
+
+    settings: ClassVar[dict[str, Any]] = {}
 
     def memory_breakdown(self) -> dict[str, int]:
         """Like the base class, plus DDP's buckets, whose sizes come from DDP's own record: Python cannot see them."""

@@ -2,8 +2,10 @@
 
 Every rank holds all parameters and gradients, but the optimizer states of only some parameters. Parameters are assigned
 whole, so that each rank owns about as many elements. Gradients are all-reduced as in `pytorch_ddp`, which is more than
-a rank needs to update its own parameters. Then each rank updates its parameters and broadcasts them, with one broadcast
-per parameter that overlaps with nothing: 3(N-1)/N * P elements on the wire. Reduce-scatter would need 2(N-1)/N * P.
+a rank needs to update its own parameters. Then each rank updates its parameters and broadcasts them, packed into one
+tensor (`parameters_as_bucket_view`), which overlaps with nothing: 3(N-1)/N * P elements on the wire. Reduce-scatter
+would need 2(N-1)/N * P. `overlap_with_ddp` updates in backward, before gradients could be clipped, unscaled, or given
+to an optimizer that a function makes (docs/how-it-works/README.md#settings-of-the-originals).
 """
 
 from typing import Any
@@ -35,10 +37,26 @@ class PyTorchZero1(PyTorchDDP):
             return hand_over(make(make_optimizer), {p: Part(p) for p in own})
 
         try:
-            self.sharded = ZeroRedundancyOptimizer(groups, make_own, self.process_group)  # type: ignore[arg-type]
+            self.sharded: Any = ZeroRedundancyOptimizer(
+                groups,
+                make_own,  # type: ignore[arg-type]
+                self.process_group,
+                parameters_as_bucket_view=True,
+            )
         except ValueError as error:
             raise UnsupportedError(f"cannot shard the optimizer: {error}") from error
+        self._packed_at = self._addresses()
         return self.sharded
+
+    def _addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.trainable.values()]
+
+    def update(self) -> None:
+        """Torch would broadcast the old values of a parameter whose `.data` has been replaced; so pack all again."""
+        if self._packed_at != self._addresses():
+            self.sharded._build_param_buckets()
+            self._packed_at = self._addresses()
+        super().update()
 
     @property
     def updating_optimizer(self) -> torch.optim.Optimizer:
@@ -49,6 +67,6 @@ class PyTorchZero1(PyTorchDDP):
         return [piece for piece in super().updated_pieces() if piece.tensor in own]
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        parameters = [p for group in self.sharded.param_groups for p in group["params"]]
-        updates = Collective("broadcast", len(parameters), bytes_of(parameters), self.data_parallel_size, "parameters")
+        buckets = [bucket for of_device in self.sharded._buckets for bucket in of_device]
+        updates = Collective("broadcast", len(buckets), bytes_of(buckets), self.data_parallel_size, "parameters")
         return [*super().expected_gradient_traffic(micro_batches), updates]

@@ -29,7 +29,8 @@ from tests.models import MODELS, build, make_batch
 
 CHOICES = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if not name.startswith("deepspeed")]
 COLUMNS = ("choice", "races", "waits of the host", "waits in backward", "stalls", "collectives", "launches", "copied")
-IN_BUCKETS, SMALL_MB = ("bucket_ddp_async", "baseline", "zero1", "zero2", "pytorch_ddp", "pytorch_zero1"), 0.003
+IN_BUCKETS = ("bucket_ddp_async", "baseline", "zero1", "zero2", "pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1")
+SMALL_MB = 0.003
 
 
 def main() -> int:

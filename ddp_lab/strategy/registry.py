@@ -23,9 +23,10 @@ class Registry:
             for those that are not named.
         on_legacy_nccl: A sweep also runs these over torch's older NCCL class, where it is not the default: references
             that take another time over the newer one (docs/cuda.md), and what they are compared with.
+        not_swept: Variants that a sweep leaves out.
 
     Attributes:
-        names: The strategies whose packages are installed. A sweep runs these.
+        names: The strategies whose packages are installed.
         sentences: For every strategy by name, what `--help` says of it.
         missing: For strategies whose package is not installed, by name: the command that installs it.
     """
@@ -36,8 +37,9 @@ class Registry:
         extras: Mapping[str, str] | None = None,
         on_legacy_nccl: tuple[str, ...] = (),
         parallelize: Mapping[str, str] | None = None,
+        not_swept: tuple[str, ...] = (),
     ) -> None:
-        self.on_legacy_nccl = on_legacy_nccl
+        self.on_legacy_nccl, self._not_swept = on_legacy_nccl, not_swept
         self._parallelize = dict(parallelize or {})
         needed = (extras or {}).items()
         self.missing = {name: f"uv sync --extra {extra}" for name, extra in needed if find_spec(extra) is None}
@@ -51,6 +53,7 @@ class Registry:
     def __or__(self, other: "Registry") -> "Registry":
         """The strategies of both. A name of both is `self`'s, but `other` may say how it cuts a model."""
         both = Registry({}, on_legacy_nccl=(*self.on_legacy_nccl, *other.on_legacy_nccl))
+        both._not_swept = (*self._not_swept, *other._not_swept)
         both.names = tuple(dict.fromkeys((*self.names, *other.names)))
         both.sentences = self.sentences | {n: s for n, s in other.sentences.items() if n not in self.sentences}
         both.missing = other.missing | self.missing
@@ -62,6 +65,11 @@ class Registry:
             if name in of._parallelize or "" in of._parallelize
         }
         return both
+
+    @property
+    def swept(self) -> list[str]:
+        """What a sweep runs: `names`, but for variants."""
+        return [name for name in self.names if name not in self._not_swept]
 
     def location(self, name: str) -> str:
         """Where the class of a strategy is: `package.module:Class`."""

@@ -38,7 +38,7 @@ class Runs:
     def names(self) -> list[str]:
         """Each choice, or labels where they tell more."""
         if self.family.on_meshes is None or self.gives("--mesh"):
-            return list(self.family.registry.names)
+            return self.family.registry.swept
         return self.family.on_meshes(self.ranks)
 
     def labels(self) -> list[str]:
@@ -72,7 +72,7 @@ class Runs:
         Raises:
             UserError: they do not.
         """
-        if self.names() != list(self.family.registry.names) and self.gives("--sequence-parallel"):
+        if self.names() != self.family.registry.swept and self.gives("--sequence-parallel"):
             raise UserError("--sequence-parallel: goes with --mesh; without it, some runs have it and others do not")
         configs = [self.config(name) for name in self.names()]
         for config in configs:

@@ -25,7 +25,7 @@ from ddp_lab.sweep.meshes import mesh_flags, mesh_labels, mesh_setting, place
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
-CHOICES = list(ddp.CHOICES)
+CHOICES = [name for name in ddp.CHOICES if name != "pytorch_ddp_plain"]  # a variant, which no sweep runs
 Train = Callable[[str, list[str]], bool]
 
 

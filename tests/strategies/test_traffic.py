@@ -77,14 +77,14 @@ def resting_memory(choice: tuple[str, str]) -> dict[str, int]:
     return build_and_step(choice, optimizer="adam").memory_breakdown()
 
 
-@each_row("name", ["simple_ddp", "flat_ddp", "bucket_ddp_async", "pytorch_ddp"])
+@each_row("name", ["simple_ddp", "flat_ddp", "bucket_ddp_async", "pytorch_ddp", "pytorch_ddp_plain"])
 def test_replicated_memory_is_what_the_formula_says(ranks: RankPool, name: str) -> None:
     """4 bytes an element each for parameters and gradients, 8 for Adam, and Adam's 4-byte step counter a tensor."""
     elements, tensors = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1, 6
     for memory in ranks.run(2, resting_memory, ("ddp", name)):
         assert memory == {
             "parameters": 4 * elements,
-            "gradients": 4 * elements * (2 if name == "pytorch_ddp" else 1),  # DDP's buckets are copies
+            "gradients": 4 * elements * (2 if name == "pytorch_ddp_plain" else 1),  # DDP's buckets are copies
             "optimizer_state": 8 * elements + 4 * tensors,
             "buffers": 0,
         }

@@ -14,7 +14,7 @@ CASES = {name: case for cases in SUBJECTS.values() for name, case in cases.items
 ZERO = {"zero1", "zero2", "zero3"}
 ONE_GRADIENT = ZERO | {"simple_ddp_hook", "simple_ddp_async", "bucket_ddp_async"}
 """Hand-written choices that reduce in backward."""
-DDP, FSDP2 = {"pytorch_ddp", "pytorch_zero1"}, {"pytorch_zero2", "pytorch_zero3"}
+DDP, FSDP2 = {"pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1"}, {"pytorch_zero2", "pytorch_zero3"}
 
 
 STALE = ("forward before the optimizer", "BatchNorm, evaluated with a graph before the optimizer")

@@ -69,7 +69,7 @@ FAMILIES = [
 ]
 TRAPS = (*MODELS, *UNUSUAL, LORA, *BRANCHES, "normed", "deep", "awkward")
 WITHOUT_BLOCKS = {"tied", "frozen", "odd", "normed", *BRANCHES}
-BUILT_ON_DDP = ("pytorch_ddp", "pytorch_zero1")
+BUILT_ON_DDP = ("pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1")
 """Their buckets are ordered as gradients come, which recomputation changes, and so is the sum of three ranks."""
 WITH_STATISTICS = {"normed", "awkward"}
 """Of a rank's own samples: no one process has the same."""
