@@ -104,16 +104,21 @@ def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
 
 
 def report_on_window(
-    window: Window, choice: str, folder: Path, include_last_step: bool = False, multiprocessing: bool = False
+    window: Window,
+    choice: str,
+    folder: Path,
+    include_last_step: bool = False,
+    multiprocessing: bool = False,
+    place: str = "",
 ) -> "WindowAnalysis":
     """Analyse one window, write its `summary.*` into `folder`, and return the analysis.
 
-    Standard error shows the progress over ranks.
+    Standard error shows the progress over ranks, and the `place` of this window among others, such as `3 of 7`.
     """
     from ddp_lab.analysis.report.pages.summary import write_summary
     from ddp_lab.analysis.summary import analyse_window
 
-    with long_work(f"reading traces of {choice}", len(window.files)) as tell:
+    with long_work(f"reading traces of {choice}{place and ', '}{place}", len(window.files)) as tell:
         analysis = analyse_window(window, include_last_step, multiprocessing, lambda rank: tell(""))
     for problem in analysis.problems:
         print(f"warning: {problem}", file=sys.stderr)

@@ -80,13 +80,14 @@ def report_on_choices(
         differences = [difference for difference in differences if difference.name != BACKEND_CLASS]
     traced: dict[str, Traced] = {}
     incomplete: list[str] = []
-    for choice, record in records.items():
+    for number, (choice, record) in enumerate(records.items(), 1):
         if not leaves_traces(record):
             continue
         trace_dir = output_dir / "profile" / choice
         try:
             window = last_window(trace_dir, record["run_id"])
-            analysis = report_on_window(window, choice, report_folder(trace_dir, report_root))
+            place = f"{number} of {len(records)}"
+            analysis = report_on_window(window, choice, report_folder(trace_dir, report_root), place=place)
             if analysis.problems:  # means over only some ranks cannot be compared
                 incomplete.append(choice)
             else:
