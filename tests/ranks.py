@@ -14,8 +14,10 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 from ddp_lab.runtime.process.environment import schedule_as_batch
@@ -26,12 +28,30 @@ FORK_SERVER = get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(
     [
         "tests.parity",
+        "tests.traces",
         "ddp_lab.runtime.run",
+        "pipeline_parallel.parallelize",
+        "sharding.zero3",
+        "tensor_parallel.parallelize",
         "torch._dynamo",
         "torch.distributed.fsdp",
+        "transformers.models.gpt2.modeling_gpt2",
         "transformers.models.llama.modeling_llama",
     ]
 )
+
+
+def by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor goes through a pipe. By torch's own way each is a file in shared memory, and a connection."""
+    data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return made_of, (data, tensor.dtype, tensor.shape)
+
+
+def made_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+ForkingPickler.register(torch.Tensor, by_value)
 
 
 class RankFailed(AssertionError):
@@ -120,7 +140,6 @@ class RankPool:
 
 def serve(connection: Connection, group: str, rank: int, world_size: int, port: int) -> None:
     """Body of a worker: run jobs until the other end closes."""
-    import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 

@@ -28,13 +28,9 @@ IN_PIECES, AGAIN = {**CUT, "async_tensor_parallel": 2}, {**CUT, "activation_chec
 @each_row(
     "mesh, choice, model, schedule, options",
     [
-        ("dp=2,pp=2,tp=2", "tp", "lm, gqa", "zb-h1", WHOLE),
         ("dp=2,pp=2,tp=2", "zero1", "lm, llama", "zb-h1", IN_PIECES),
         ("dp=2,pp=2,tp=2", "zero2", "lm, gpt2", "1f1b", AGAIN),
-        ("dp=2,pp=2,tp=2", "zero3", "lm, long, gpt2", "interleaved", CUT),
-        ("dp=2,pp=2,tp=2", "simple_ddp", "lm, gpt2", "gpipe", WHOLE),
-        ("replicate=2,shard=2,pp=2", "zero1", "lm, gqa", "zb-h1", {}),
-        ("replicate=2,shard=2,pp=2", "zero2", "lm, llama", "1f1b", {}),
+        ("dp=2,pp=2,tp=2", "tp", "lm, gqa", "gpipe", WHOLE),
         ("replicate=2,shard=2,pp=2", "zero3", "lm, long, gpt2", "interleaved", {}),
     ],
 )
