@@ -36,6 +36,7 @@ NAMED = {scenario.name: scenario for scenario in SCENARIOS}
 QUICK = [("rank 0 killed in forward", "pytorch_ddp")]
 FLAT_DDP = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_ddp.py"]
 FLAT_DDP += ["--ddp-choice", "flat_ddp", *TINY]
+SIGNALS_TRIED = [(signal.SIGTERM, "torchrun"), (signal.SIGINT, "ddp-lab")]
 
 
 def require_ends_well(scenario: Scenario, choice: str, folder: Path) -> None:
@@ -77,29 +78,34 @@ def test_a_fault_in_a_stage_ends_all(tmp_path: Path, scenario: Scenario) -> None
 @pytest.mark.parametrize(
     ("sent", "to"),
     [
-        pytest.param(
-            sent, to, marks=pytest.mark.slow if (sent, to) == (signal.SIGTERM, "torchrun") else pytest.mark.exhaustive
-        )
+        pytest.param(sent, to, marks=pytest.mark.slow if (sent, to) in SIGNALS_TRIED else pytest.mark.exhaustive)
         for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-        for to in ("torchrun", "rank 1")
+        for to in ("torchrun", "rank 1", "ddp-lab")
+        if (sent, to) != (signal.SIGKILL, "ddp-lab")  # whose ranks' log folder would stay
     ],
 )
 def test_signals(tmp_path: Path, sent: signal.Signals, to: str) -> None:
-    """To torchrun or to a rank: one line, a record, and no process that continues without torchrun."""
+    """To torchrun, ddp-lab train or a rank: one line, a record, and no process that continues without torchrun."""
     mark = f"signal-{os.getpid()}-{tmp_path.name}"
-    command = [*FLAT_DDP, "--epochs", "100000", "--no-profile", "--output-dir", str(tmp_path)]
+    launcher = (
+        [sys.executable, "-m", "ddp_lab", "train", "flat_ddp", "--ranks", "2", *TINY] if to == "ddp-lab" else FLAT_DDP
+    )
+    command = [*launcher, "--epochs", "100000", "--no-profile", "--output-dir", str(tmp_path)]
     output_path = tmp_path / "output"
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
     with output_path.open("w") as output, (tmp_path / "errors").open("w") as errors:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=errors)
         wait_for(lambda: "step 1/" in output_path.read_text())
-        os.kill(process.pid if to == "torchrun" else rank_processes(mark)[1], sent)
+        os.kill(rank_processes(mark)[1] if to == "rank 1" else process.pid, sent)
         assert process.wait(timeout=15) != 0
         wait_for(lambda: not processes_of(mark))
-    said = [line for line in (tmp_path / "errors").read_text().splitlines() if line.startswith("error: ")]
+    lines = (tmp_path / "errors").read_text().splitlines()
+    said = lines if to == "ddp-lab" else [line for line in lines if line.startswith("error: ")]
     ended = record_of(tmp_path, "flat_ddp")["ended"]
     assert len(said) == 1 and ended["message"] in said[0]
     assert ended["how"] == ("killed" if (sent, to) == (signal.SIGKILL, "rank 1") else "interrupted")
+    if ended["how"] == "interrupted":
+        assert f"stopped by {sent.name}, after step {ended['step']} of " in said[0] or sent == signal.SIGKILL
     if to == "rank 1":
         assert ended["rank"] == 1 and "rank 1 was" in ended["message"]
 
