@@ -260,7 +260,7 @@ def test_a_comparison_of_eight_fits_and_is_short(tmp_path: Path, open_page: Open
         write_comparison(Compared(records, {}, "a_long_choice_0", [], []), tmp_path),
         viewport={"width": 1400, "height": 900},
     )
-    assert len(page.locator("body").inner_text().split()) < 400
+    assert len(page.locator("body").inner_text().split()) < 320
     bars = page.locator(".bar").evaluate_all("bars => bars.map(bar => [bar.className, bar.children[0].offsetWidth])")
     assert [kind for kind, _ in bars] == ["bar"] * 7 + ["bar cut"] and bars[0][1] > 600, "7 of 8 take most of the width"
     for folded in page.locator("summary").all():
@@ -269,7 +269,7 @@ def test_a_comparison_of_eight_fits_and_is_short(tmp_path: Path, open_page: Open
     assert page.locator(".scroll").evaluate_all(scrolls) == []
     page.locator("td[data-meaning]").first.focus()
     expect(page.locator("#tip")).to_contain_text("median wall time of an optimizer step")
-    assert len(page.locator("body").inner_text().split()) < 1200
+    assert len(page.locator("body").inner_text().split()) < 750
 
 
 RANKS = 18
