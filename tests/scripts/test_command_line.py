@@ -88,7 +88,7 @@ def test_passes_of_a_sweep_count_together_until_a_choice_runs_again(tmp_path: Pa
         for label in ("flat_ddp", "pytorch_ddp"):
             state.add(label, number)
     answer = compare_runs("ddp", "--output-dir", str(tmp_path))
-    assert answer.returncode == 0 and "verdicts are withheld: the machine changed during the sweep" in answer.stdout
+    assert answer.returncode == 0 and "Verdicts are withheld: the machine changed during the sweep" in answer.stdout
     table = pd.read_csv(tmp_path / "reports" / "compare.csv")
     assert table.run_id.unique().tolist() == ["20261121-093001-0"] and table.verdict[0] == "withheld"
     assert "200.0 ms (pytorch_ddp, pass 1) and 400.0 ms (pytorch_ddp, pass 2)" in table.withheld[0]

@@ -99,7 +99,7 @@ def report_on_choices(
     for sharing in compared.table["gpu_sharing"].dropna().unique():
         print(f"{sharing}: {SHARED_GPU}")
     print_table(compared.table, Console())
-    for line in compared.changes:
+    for line in compared.withheld + compared.left_out:
         print(line)
     return write_comparison(compared, output_dir / report_root)
 

@@ -32,8 +32,8 @@ class Steady(NamedTuple):
     """What may be compared.
 
     Attributes:
-        records: By label, without the passes that are left out.
-        withheld: Why no verdict may be given; empty if one may.
+        records: By label, without the passes that are left out; with all passes if no verdict may be given.
+        withheld: Why none may; empty if one may.
         left_out: For each pass that is left out, what showed that it was disturbed.
     """
 
@@ -93,7 +93,7 @@ def steady(records: Mapping[str, Run], traced: Mapping[str, Traced]) -> Steady:
         withheld += across_choices(records, traced)
     when, again = ("during the sweep", f"--passes {2 * most}") if most > 1 else ("between the runs", "sweep in passes")
     sentence = f"the machine changed {when}: {max(withheld)[1]}; run again, or {again}" if withheld else ""
-    return Steady(kept, sentence, [said for _, said in left_out])
+    return Steady(dict(records), sentence, []) if sentence else Steady(kept, "", [said for _, said in left_out])
 
 
 def across_choices(records: Mapping[str, Run], traced: Mapping[str, Traced]) -> list[Finding]:

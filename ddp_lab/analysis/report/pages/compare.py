@@ -81,11 +81,14 @@ class Compared:
         return [steady(group, self.traced) for group in self.groups]
 
     @property
-    def changes(self) -> list[str]:
-        """Sentences on why verdicts are withheld, or on passes that are left out, where the machine changed."""
-        found = self.steadiness
-        withheld = [f"verdicts are withheld: {each.withheld}" for each in found if each.withheld]
-        return withheld or [f"a pass is left out, since {said}" for each in found for said in each.left_out]
+    def left_out(self) -> list[str]:
+        """A sentence on each pass that is left out, since the machine changed."""
+        return [f"A pass is left out: {said}." for each in self.steadiness for said in each.left_out]
+
+    @property
+    def withheld(self) -> list[str]:
+        """Sentences on why verdicts are withheld."""
+        return [f"Verdicts are withheld: {each.withheld}." for each in self.steadiness if each.withheld]
 
     @property
     def groups(self) -> list[dict[str, dict[str, Any]]]:
@@ -148,7 +151,7 @@ def summary_lines(compared: Compared) -> list[str]:
         lines.append(
             f"Without figures of traces, since traces of some ranks are missing: {', '.join(compared.incomplete)}."
         )
-    lines += compared.changes
+    lines += compared.left_out
     return lines + audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
 
 
