@@ -133,11 +133,13 @@ def open_channels(
     rank = dist.get_rank()
     found: dict[tuple[str, str], Channel] = {}
     for ranks in pipelines:
+        stage = {member: number for number, member in enumerate(ranks)}
         pairs = list(pairwise(ranks)) + [(ranks[-1], ranks[0])] * is_ring
         ways = [("activation", pair) for pair in pairs] + [("gradient", pair[::-1]) for pair in pairs]
         ways += [("tied value", (ranks[0], ranks[-1])), ("tied gradient", (ranks[-1], ranks[0]))] * ties
         for what, ends in ways:
-            group = dist.new_group(sorted(ends), timeout)
+            name = f"stage {stage[ends[0]]}-{stage[ends[1]]} {what}s"
+            group = dist.new_group(sorted(ends), timeout, group_desc=name)
             if rank not in ends or not isinstance(group, dist.ProcessGroup):
                 continue
             channel = Channel(group, sorted(ends).index(ends[0]), device)

@@ -1,8 +1,12 @@
-"""Collectives counted at the process groups, and what a strategy announces of them, by kind and group size."""
+"""Collectives counted at the process groups, what a strategy announces of them, and the bytes that really arrive."""
 
+import os
+import socket
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
@@ -23,7 +27,7 @@ def add(totals: Totals, key: tuple[str, int], calls: int, nbytes: int) -> None:
 
 def announced(strategy: Strategy, micro_batches: int, clips: bool = False) -> Totals:
     totals: Totals = {}
-    for part in strategy.expected_traffic(micro_batches, clips=clips):
+    for part in (whole.issued for whole in strategy.expected_traffic(micro_batches, clips=clips)):
         add(totals, (part.kind, part.group_size), part.count, part.payload_bytes)
     return totals
 
@@ -50,3 +54,19 @@ def count(totals: Totals, group_size: int, call: Any) -> None:
         sent = call.output_tensors if kind in SIZED_BY_OUTPUT else tensors
         nbytes = sum(t.numel() * t.element_size() for t in sent) * (group_size if kind == "scatter" else 1)
         add(totals, (kind, group_size), 1, nbytes)
+
+
+BYTES_RECEIVED = 128
+"""Where `tcpi_bytes_received` is in Linux's `struct tcp_info` (include/uapi/linux/tcp.h), 8 bytes long."""
+
+
+def received_over_tcp() -> int:
+    """Bytes that have come over the connections that this process holds now, as Linux counts them."""
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed by now, or not of TCP
+            if str(path.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(path.name))) as opened:
+                    info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                found += struct.unpack_from("Q", info, BYTES_RECEIVED)[0]
+    return found

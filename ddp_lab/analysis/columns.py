@@ -26,7 +26,7 @@ class Column:
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """One version for all CSV files. It goes up when a column is added, removed, moved, or changes its meaning or unit."""
 
 
@@ -70,6 +70,7 @@ TIME_COLUMNS = {
     "overlap_pct": Column("overlap", "%", "share of communication time in which compute ran as well (HTA)"),
     "collective_calls_per_step": Column("collectives", "calls/step", "collectives that the rank took part in"),
     "collective_bytes_per_step": Column("payload", "MiB/step", "their payload in bytes, as nccl-tests counts", MIB, 3),
+    "collective_sent_bytes_per_step": Column("sent", "MiB/step", "bytes that a rank sends for them", MIB, 3),
 }
 
 KIND_COLUMNS = {
@@ -125,11 +126,15 @@ EXPOSURE_COLUMNS = {
 COLLECTIVE_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
     "step": Column("step", "", "optimizer step in which the collective was issued"),
-    "group": Column("group", "", "process group: its ranks and name, or all ranks; empty if the trace does not say"),
+    "group": Column(
+        "group", "", "process group: its ranks and what it is for, or all ranks; empty if the trace does not say"
+    ),
     "dimension": Column("dimension", "", "of the mesh, over whose ranks it is; empty without a mesh, or if unknown"),
     "sequence": Column("place", "", "place among the group's collectives that the rank issued in the step, from 0"),
     "kind": Column("collective", "", "kind of collective"),
+    "made_of": Column("as", "", "calls of which it is made over Gloo, one from each rank; empty: a call by itself"),
     "bytes": Column("payload", "MiB", "payload in bytes, by nccl-tests' definition of size", MIB, 3),
+    "sent_bytes": Column("sent", "MiB", "bytes of it that a rank sends, mean over the group", MIB, 3),
     "after_backward_ms": Column("start", "ms", "start, relative to the end of the step's last backward pass", 1, 2),
     "duration_ms": Column("duration", "ms", "from start to end on this rank", 1, 2),
     "wait_ms": Column("wait", "ms", "from start to the arrival of the last rank", 1, 2),
@@ -141,7 +146,7 @@ COLLECTIVE_COLUMNS = {
     "done_after_ms": Column("moving", "ms", "from the last rank's arrival to the last rank's end", 1, 2),
     "algbw_gbps": Column("algbw", "GB/s", "payload over done_after_ms; empty if a rank was done before it", 1, 3),
     "busbw_gbps": Column("busbw", "GB/s", "algbw times nccl-tests' factor for the kind and the number of ranks", 1, 3),
-    "stream": Column("stream", "", "stream of the device, or thread of Gloo, that ran it"),
+    "stream": Column("stream", "", "stream of the device, or thread of Gloo, that ran it, or the first part of it"),
     "compute_starts": Column(
         "begun", "", "kernels of compute (CPU: operators) that began while it ran; 0 if all waited"
     ),
@@ -275,6 +280,7 @@ SHARE_COLUMNS = {
         "overlap_pct",
         "collective_calls_per_step",
         "collective_bytes_per_step",
+        "collective_sent_bytes_per_step",
     )
 }
 TRAFFIC_COLUMNS = {

@@ -19,6 +19,7 @@ Seconds = Annotated[float, Meta(ge=1e-9, le=1e9)]
 Rate = Annotated[float, Meta(ge=1e-9, le=1e30)]
 Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Sent = Annotated[float, Meta(ge=0, le=2**50)]
 Milliseconds = Annotated[float, Meta(ge=0, le=1e12)]
 PARTS = ("parameters", "gradients", "optimizer_state", "buffers")
 EXPECTED = tuple(f"expected_{part}" for part in PARTS[:3])
@@ -101,7 +102,12 @@ SETTINGS = layout(
 TRAFFIC = layout(
     "Traffic",
     {Line: "kind", Count: "count payload_bytes"},
-    {Count: {"group_size": 0}, Line: {"dimension": ""}, Count | None: or_none("rank")},
+    {
+        Count: {"group_size": 0},
+        Line: {"dimension": "", "made_of": ""},
+        Count | None: or_none("rank"),
+        Sent | None: or_none("wire_bytes"),
+    },
 )
 PHASE = layout("Phase", {str: "name", Milliseconds: "start_ms end_ms"}, {})
 TIMELINE = layout(

@@ -19,7 +19,7 @@ from ddp_lab.analysis.metrics.holistic import holistic_figures
 from ddp_lab.analysis.metrics.memory import memory_row
 from ddp_lab.analysis.metrics.pipeline import pipelines
 from ddp_lab.analysis.record import failure_of, profiled_ranks, read_record
-from ddp_lab.analysis.traces.collectives import KINDS
+from ddp_lab.analysis.traces.collectives import KINDS, sent_bytes
 from ddp_lab.analysis.traces.finding import OWN_NAME, Window, missing_ranks, rank_in_path
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
@@ -194,6 +194,7 @@ def summary_row(timeline: RankTimeline, figures: dict[Any, float]) -> dict[str, 
         "overlap_pct": figures["overlap_pct"],
         "collective_calls_per_step": len(calls) / steps,
         "collective_bytes_per_step": calls["bytes"].sum(skipna=False) / steps,
+        "collective_sent_bytes_per_step": sent_bytes(calls).sum(skipna=False) / steps,
         **collectives_by_kind(calls, steps),
     }
 

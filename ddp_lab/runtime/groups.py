@@ -16,6 +16,12 @@ from ddp_lab.runtime.errors import UserError
 Result = TypeVar("Result")
 
 
+def description(group: dist.ProcessGroup) -> str:
+    """What `group` is for: its dimension of a mesh, or what its maker says; empty if nobody has said it."""
+    found = group.group_desc
+    return "" if found in ("default_pg", "undefined") else found.removeprefix("mesh_")
+
+
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     """Whether `group` carries CPU tensors, so that an exchange of them does not wait for a device."""
     return "cpu:" in dist.get_backend_config(group)

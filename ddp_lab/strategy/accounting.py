@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ class Collective:
         purpose: `gradients`, `parameters`, `activations`, `buffers` or `bookkeeping`.
         dimension: Of the mesh, over whose ranks they are: empty for those that see different samples, or `EVERYONE`.
         rank: Who issues them, where stages differ. Default: every rank.
+        made_of: The kind of the calls, one from each rank, of which each is made. Empty: it is a call by itself.
     """
 
     kind: str
@@ -36,19 +37,33 @@ class Collective:
     purpose: str
     dimension: str = ""
     rank: int | None = None
+    made_of: str = ""
+
+    @property
+    def issued(self) -> "Collective":
+        """The calls that a process group sees: each scatter with a tensor as large as the whole, each broadcast with
+        one rank's part of it."""
+        if not self.made_of:
+            return self
+        size = self.group_size
+        payload = self.payload_bytes * (size if self.made_of == "scatter" else 1)
+        return replace(self, kind=self.made_of, count=size * self.count, payload_bytes=payload, made_of="")
 
     @property
     def wire_bytes(self) -> float:
         """Bytes that a rank sends on average: the least that each kind needs (nccl-tests, PERFORMANCE.md). Of messages,
         what it receives is as much."""
-        others, size = self.group_size - 1, self.group_size
-        share = {"all_reduce": 2 * others / size, "scatter": others / size**2, "send_recv": 1 / 2}.get(
-            self.kind, others / size
-        )
-        return self.payload_bytes * share
+        others = (self.group_size - 1) / self.group_size
+        return self.payload_bytes * {"all_reduce": 2 * others, "send_recv": 1 / 2}.get(self.kind, others)
 
     def as_dict(self) -> dict[str, str | int | float | None]:
-        return {**asdict(self), "wire_bytes": self.wire_bytes}
+        made_of = parts_of(self.made_of, self.group_size) if self.made_of else ""
+        return {**asdict(self), "made_of": made_of, "wire_bytes": self.wire_bytes}
+
+
+def parts_of(kind: str, ranks: int) -> str:
+    """`2 scatters`: what a collective is made of, as traces, records and pages say it."""
+    return f"{ranks} {kind}{'s' * (ranks > 1)}"
 
 
 @dataclass(frozen=True)

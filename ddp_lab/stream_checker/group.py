@@ -93,6 +93,10 @@ class CheckedGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
+    @property
+    def group_desc(self) -> str:
+        return "undefined"
+
     def getBackendName(self) -> str:
         return CONFIG
 

@@ -78,7 +78,7 @@ def test_wrong_strategies_are_seen(ranks: RankPool, tmp_path: Path) -> None:
             assert table.loc[("all-reduce: calls", rank), "difference"] == calls
             assert table.loc[("all-reduce: payload", rank), "difference"] == payload
         wrong = set(table.index[table["result"] == "fail"])
-        expected = {"all-reduce: payload"} | ({"all-reduce: calls"} if calls else set())
+        expected = {"all-reduce: payload", "sent in all"} | ({"all-reduce: calls"} if calls else set())
         assert wrong == {(subject, rank) for subject in expected for rank in (0, 1)}
         assert f"{len(wrong)} fail" in page and f'data-column="difference" data-value="{float(payload)}"' in page
         assert set(table["result"]) == {"fail", "pass"}
@@ -104,9 +104,12 @@ def test_a_window_over_the_end_of_an_epoch(zero3: Path) -> None:
     (window,) = find_windows(zero3)
     analysis = analyse_window(window)
     assert analysis.record is not None and analysis.record["step_samples"][5:8] == [8, 2, 8]
-    scatters = calls_by_step(analysis.timelines[0]).query("kind == 'scatter'").set_index("step")["calls"]
+    scatters = calls_by_step(analysis.timelines[0]).query("made_of == '2 scatters'").set_index("step")["calls"]
     assert scatters[6] == scatters[5] / 2
-    assert set(analysis.audit["result"]) == {"pass"}
+    assert set(analysis.audit["result"]) == {"pass"} and "sent in all" in set(analysis.audit["subject"])
+    page = write_summary(analysis, "zero3", zero3.parent / "page").read_text()
+    assert "reduce-scatter (as 2 scatters)" in page and "all-gather (as 2 broadcasts)" in page
+    assert set(analysis.exposure.collectives["group"]) == {"all ranks"} and "all ranks, root" not in page
     counted = analysis.audit[analysis.audit["unit"].isin(["calls/step", "bytes/step"])]
     assert (counted["steps"] == 1).all() and len(counted)
 

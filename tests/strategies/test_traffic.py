@@ -2,27 +2,31 @@
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_lab.analysis.traces.collectives import gloo_collectives
+from ddp_lab.analysis.traces.collectives import gloo_collectives, sent_bytes
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.strategy.accounting import storage_bytes
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, build_and_step, for_each_choice, is_refused, load, options_of
 from tests.ranks import RankPool
 from tests.tables import each_row
+from tests.traffic import received_over_tcp
 
-Totals = dict[str, tuple[int, int]]
+Totals = dict[str, tuple[int, int, float]]
 
 
 def profiled_step(
     choice: tuple[str, str], model: str, micro_batches: int, options: dict[str, Any], step_number: int = 2
 ) -> tuple[Totals, Totals, set[int]]:
-    """Totals (calls, bytes) by kind of step `step_number`: announced, and in the trace; and announced group sizes."""
+    """Totals (calls, bytes, bytes that are sent) by kind of step `step_number`: announced, and in the trace; and the
+    announced group sizes."""
     strategy = load(choice)(build(model), OPTIMIZERS["adam"], options_of(choice, **options))
     for step in range(step_number + 1):
         if step == step_number:
@@ -42,11 +46,13 @@ def profiled_step(
     announced: Totals = {}
     sizes = set()
     for collective in strategy.expected_traffic(micro_batches):
-        calls, size = announced.get(collective.kind, (0, 0))
-        announced[collective.kind] = (calls + collective.count, size + collective.payload_bytes)
+        calls, size, sent = announced.get(collective.kind, (0, 0, 0.0))
+        sent = round(sent + collective.wire_bytes, 2)
+        announced[collective.kind] = (calls + collective.count, size + collective.payload_bytes, sent)
         sizes.add(collective.group_size)
-    grouped = seen[seen["kind"] != "barrier"].groupby("kind")["bytes"]
-    return announced, {kind: (len(group), int(group.sum())) for kind, group in grouped}, sizes
+    calls = seen[seen["kind"] != "barrier"].assign(sent=sent_bytes).groupby("kind")[["bytes", "sent"]]
+    found = {kind: (len(of), int(of["bytes"].sum()), round(of["sent"].sum(), 2)) for kind, of in calls}
+    return announced, found, sizes
 
 
 @for_each_choice
@@ -71,6 +77,52 @@ def test_expected_traffic_is_what_runs(ranks: RankPool, choice: tuple[str, str])
         for announced, seen, sizes in ranks.run(world_size, profiled_step, choice, model, micro_batches, options):
             assert announced == seen, f"{model}, {micro_batches} micro-batches"
             assert sizes == {world_size}
+
+
+LAYERS, WIDTH, MICRO_BATCHES = 4, 252, 2
+
+
+class Wide(torch.nn.Module):
+    """So wide that what Gloo says beside the data is little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        for block in self.blocks:
+            x = block(x)
+        return SimpleNamespace(loss=x.square().mean())
+
+
+def what_arrives(choice: tuple[str, str]) -> tuple[float, float, float]:
+    """Of a step: bytes that arrived here, that a rank sends as announced, and of all parameters."""
+    strategy = load(choice)(Wide(), OPTIMIZERS["sgd"], options_of(choice))
+    nbytes = 4.0 * LAYERS * WIDTH * (WIDTH + 1)
+    for _ in range(2):
+        dist.barrier()
+        before = received_over_tcp()
+        strategy.zero_grad()
+        strategy.forward_backward([{"x": torch.ones(2, WIDTH)}] * MICRO_BATCHES)
+        strategy.step()
+        strategy.finish_parameter_synchronization()
+        dist.barrier()
+    sent = sum(part.wire_bytes for part in strategy.expected_traffic(MICRO_BATCHES))
+    return received_over_tcp() - before, sent, nbytes
+
+
+@each_row("world_size", [2, 3])
+def test_what_is_announced_is_sent(ranks: RankPool, world_size: int) -> None:
+    """By the formulas of docs/how-it-works, and as the operating system counts it. `zero3` gathers its last unit once a
+    micro-batch. Torch's reduce-scatter over Gloo is an all-reduce."""
+    formulas = {"zero1": 2, "zero2": MICRO_BATCHES + 1, "zero3": MICRO_BATCHES * (3 - 1 / LAYERS)}
+    for name, formula in (formulas | {"pytorch_zero3": MICRO_BATCHES * 3}).items():
+        found = ranks.run(world_size, what_arrives, ("sharding", name))
+        arrived, sent, whole = (sum(each) / world_size for each in zip(*found, strict=True))
+        share = (world_size - 1) / world_size * whole
+        assert sent / share == pytest.approx(formula, rel=2e-3), name
+        over_gloo = formula + MICRO_BATCHES * (name == "pytorch_zero3")
+        assert arrived / share == pytest.approx(over_gloo, rel=0.01), name
 
 
 def resting_memory(choice: tuple[str, str]) -> dict[str, int]:

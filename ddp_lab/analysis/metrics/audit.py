@@ -20,7 +20,7 @@ import pandas as pd
 from ddp_lab.analysis.columns import AUDIT_COLUMNS, COMPONENTS, SHARDABLE
 from ddp_lab.analysis.mesh import Mesh, in_order, mesh_of
 from ddp_lab.analysis.metrics.dimensions import dimensions
-from ddp_lab.analysis.traces.collectives import KINDS
+from ddp_lab.analysis.traces.collectives import KINDS, label, sent_bytes
 from ddp_lab.analysis.traces.timeline import RankTimeline
 
 MEMORY_TOLERANCE, MEMORY_TOLERANCE_BYTES = 0.005, 65536
@@ -96,30 +96,36 @@ def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> It
         steps = full_steps(timeline, record)
         measured = calls_by_step(timeline, mesh)
         expected = expected_calls(traffic, mesh is not None, timeline.kind == "cuda")
-        kinds = {*expected, *zip(measured["dimension"], measured["kind"], strict=True)}
-        for dimension in in_order(mesh or {}, [name for name, _ in kinds]):
-            for kind, label in KINDS.items():
-                if (dimension, kind) not in kinds:
-                    continue
-                of_kind = measured[(measured["dimension"] == dimension) & (measured["kind"] == kind)]
-                mine = of_kind.set_index("step")[["calls", "bytes"]].reindex(steps, fill_value=0)
-                subject = f"{dimension or 'other groups'} {label}" if mesh else label
-                for column, figure, expects in zip(mine, ("calls", "payload"), expected[dimension, kind], strict=True):
-                    found = furthest(mine[column], expects)
-                    unit = f"{column}/step"
-                    yield Check(f"{subject}: {figure}", timeline.rank, unit, expects, found, steps=len(steps))
+        kinds = {*expected, *measured.index}
+        order, place = in_order(mesh or {}, [name for name, _, _ in kinds]), [*KINDS]
+        for key in sorted(kinds, key=lambda of: (order.index(of[0]), place.index(of[1]), of[2])):
+            mine = measured.loc[[key]] if key in measured.index else measured.iloc[:0]
+            by_step = mine.set_index("step")[["calls", "bytes"]].reindex(steps, fill_value=0)
+            subject = f"{key[0] or 'other groups'} {label(*key[1:])}" if mesh else label(*key[1:])
+            for column, figure, expects in zip(by_step, ("calls", "payload"), expected[key], strict=True):
+                found = furthest(by_step[column], expects)
+                yield Check(f"{subject}: {figure}", timeline.rank, f"{column}/step", expects, found, steps=len(steps))
+        if all(part.get("wire_bytes") is not None for part in traffic):
+            sent = measured.groupby("step")["sent"].agg(lambda sizes: sizes.sum(skipna=False))
+            expects = sum(part["wire_bytes"] for part in traffic)
+            found = furthest(sent.reindex(steps, fill_value=0), expects)
+            yield Check("sent in all", timeline.rank, "bytes/step", expects, found, 0.5, steps=len(steps))
 
 
-def expected_calls(traffic: list[dict[str, Any]], on_mesh: bool, on_device: bool) -> dict[tuple[str, str], list[int]]:
-    """Calls and payload of a full step by dimension (empty unless `on_mesh`) and kind; 0 where none are expected.
+def expected_calls(
+    traffic: list[dict[str, Any]], on_mesh: bool, on_device: bool
+) -> dict[tuple[str, str, str], list[int]]:
+    """Calls and payload of a full step by dimension (empty unless `on_mesh`), kind and what it is made of; 0 where none
+    are expected.
 
     Args:
         on_device: Leave out groups of one rank, in which NCCL copies at most.
     """
-    expected: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    expected: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for part in traffic:
         if not (on_mesh and on_device and part.get("group_size") == 1):
-            figures = expected[part.get("dimension", "") if on_mesh else "", part["kind"]]
+            dimension = part.get("dimension", "") if on_mesh else ""
+            figures = expected[dimension, part["kind"], part.get("made_of", "")]
             figures[0] += part["count"]
             figures[1] += part["payload_bytes"]
     return expected
@@ -136,14 +142,14 @@ def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
 
 
 def calls_by_step(timeline: RankTimeline, mesh: Mesh | None = None) -> pd.DataFrame:
-    """What one rank issued in each analysed step: columns step, dimension (empty without a mesh), kind, calls, bytes
-    (NaN if a size is unknown)."""
+    """What one rank issued in each analysed step: columns step, calls, bytes and sent (NaN if a size is unknown), by
+    dimension (empty without a mesh), kind and what it is made of."""
     calls = timeline.collectives_by_step()
     kinds = calls["kind"].where(calls["kind"].isin(KINDS), "other")
-    named = calls.assign(kind=kinds, dimension=dimensions(calls["group"], mesh))
-    groups = named.groupby(["step", "dimension", "kind"])["bytes"]
-    table = pd.DataFrame({"calls": groups.size(), "bytes": groups.agg(lambda sizes: sizes.sum(skipna=False))})
-    return table.reset_index()
+    named = calls.assign(kind=kinds, dimension=dimensions(calls["group"], mesh), sent=sent_bytes(calls), calls=1)
+    groups = named.groupby(["step", "dimension", "kind", "made_of"])[["calls", "bytes", "sent"]]
+    table = groups.agg(pd.Series.sum, skipna=False)
+    return table.reset_index("step")
 
 
 def furthest(values: pd.Series, expected: float) -> float:

@@ -3,6 +3,7 @@
 import pandas as pd
 
 from ddp_lab.analysis.columns import BUCKET_COLUMNS
+from ddp_lab.analysis.traces.collectives import label
 
 MOST_PLACES = 32
 """Up to this many calls of a step get a row each. If there are more, calls of one kind and size share a row."""
@@ -16,17 +17,17 @@ def buckets(collectives: pd.DataFrame, steps: int) -> pd.DataFrame:
     Args:
         steps: Number of analysed steps.
     """
-    place = ["group", "sequence", "kind"]
+    place = ["group", "sequence", "kind", "made_of"]
     own_row = len(collectives[place].drop_duplicates()) <= MOST_PLACES
     rows = []
-    for _, calls in collectives.groupby(place if own_row else ["group", "kind", "bytes"], dropna=False):
+    for _, calls in collectives.groupby(place if own_row else ["group", "kind", "made_of", "bytes"], dropna=False):
         shares = steps * calls["rank"].nunique()
         first, last = calls["sequence"].min(), calls["sequence"].max()
         rows.append(
             {
                 "group": calls["group"].iloc[0],
                 "place": f"{first}" if first == last else f"{first} to {last}",
-                "kind": calls["kind"].iloc[0],
+                "kind": label(calls["kind"].iloc[0], calls["made_of"].iloc[0]),
                 "bytes": calls["bytes"].median(),
                 "calls_per_step": len(calls) / shares,
                 "after_backward_ms": calls["after_backward_ms"].median(),

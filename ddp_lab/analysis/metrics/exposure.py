@@ -29,6 +29,7 @@ from ddp_lab.analysis.columns import COLLECTIVE_COLUMNS, DIMENSION_COLUMNS, EXPO
 from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.dimensions import dimension_steps, dimensions
 from ddp_lab.analysis.metrics.pipeline import message_waits
+from ddp_lab.analysis.traces.collectives import sent_bytes
 from ddp_lab.analysis.traces.intervals import Intervals, clip, length, minus, union, within
 from ddp_lab.analysis.traces.matching import KEY, matched_calls
 from ddp_lab.analysis.traces.timeline import RankTimeline
@@ -55,7 +56,7 @@ class Exposure:
 def exposure(timelines: list[RankTimeline], is_complete: bool = True, mesh: Mesh | None = None) -> Exposure:
     """Match, align and split the collectives of a window. If ranks are missing, the last rank is unknown."""
     calls, clocks = matched_calls(timelines, is_complete)
-    calls = calls.assign(**_bandwidths(calls), dimension=dimensions(calls["group"], mesh))
+    calls = calls.assign(**_bandwidths(calls), dimension=dimensions(calls["group"], mesh), sent_bytes=sent_bytes(calls))
     tables = [_split(timeline, calls[calls["rank"] == timeline.rank], mesh) for timeline in timelines]
     steps, collectives, by_dimension = (pd.concat(parts, ignore_index=True) for parts in zip(*tables, strict=True))
     if not is_complete:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ddp_lab.analysis.traces import composed
 from ddp_lab.analysis.traces.gloo_operators import (
     OPERATORS,
     dtype_of,
@@ -16,9 +17,9 @@ from ddp_lab.analysis.traces.gloo_operators import (
     sizes_of_spans,
     span_elements,
 )
-from ddp_lab.analysis.traces.groups import EVERYBODY, marked_groups, ranks_of
+from ddp_lab.analysis.traces.groups import EVERYBODY, call_at, calls_by_thread, marked_groups, ranks_of
 
-COLUMNS = ["kind", "start", "end", "bytes", "group", "group_size", "dtype", "stream", "issued"]
+COLUMNS = ["kind", "start", "end", "bytes", "group", "group_size", "dtype", "stream", "issued", "made_of"]
 COLUMN_TYPES = {"bytes": float, "issued": float, "group": str, "group_size": float}
 ITEM_BYTES = {
     name: size
@@ -46,6 +47,28 @@ KINDS = {
 """The kinds that tables show, in display order, and how people call them; barriers and gathers are `other`."""
 
 
+def label(kind: str, made_of: str = "") -> str:
+    """How people call it: `reduce-scatter (as 2 scatters)`."""
+    return KINDS.get(kind, kind) + (f" (as {made_of})" if made_of else "")
+
+
+def sent_share(kind: str, ranks: float) -> float:
+    """The share of its payload that a rank sends, of all ranks the mean: the least that the kind needs. NaN if unknown.
+
+    Whoever asks for it: what carries it may send more, as Gloo's reduce-scatter does, which is an all-reduce.
+    """
+    others = (ranks - 1) / ranks
+    shares = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"), others)
+    shares |= {"all_reduce": 2 * others, "scatter": others / ranks, "gather": others / ranks}
+    return {**shares, "send_recv": 1 / 2, "barrier": 0.0}.get(kind, np.nan)
+
+
+def sent_bytes(calls: pd.DataFrame) -> "pd.Series[float]":
+    """What a rank sends in each call, by `sent_share`. NaN where size or group is unknown."""
+    shares = [sent_share(kind, ranks) for kind, ranks in zip(calls["kind"], calls["group_size"], strict=True)]
+    return calls["bytes"] * np.array(shares, dtype=float)
+
+
 def only_group(info: dict[str, Any]) -> str:
     """`EVERYBODY` if all groups in a trace's `distributedInfo` have the same ranks; empty if they differ.
 
@@ -59,7 +82,7 @@ def only_group(info: dict[str, Any]) -> str:
 
 
 def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBODY) -> pd.DataFrame:
-    """Columns kind, start, end, bytes, group, group_size, dtype, stream, issued; a row for each `c10d::` call.
+    """The columns of `COLUMNS`; a row for each `c10d::` call, or for all that are one collective (`composed`).
 
     A call belongs to the first span of its name and size that began after it and that no earlier call has taken. The
     size is needed because two Gloo threads may start their work in either order. A span of a scatter from which this
@@ -77,7 +100,8 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
     sizes = {name: len(ranks_of(name, world_size)) for name in set(groups)}
     spans = _spans(events, calls, groups, {name: size or world_size for name, size in sizes.items()})
     dtypes = _dtypes(calls, [ranks_of(name, world_size) for name in groups], spans)
-    rows = []
+    events_around = calls_by_thread(events, composed.PREFIX)
+    wholes: dict[Any, tuple[str, list[dict[str, Any]]]] = {}
     for call, name, taken, dtype in zip(calls, groups, spans, dtypes, strict=True):
         if taken:
             issued, size = OPERATORS[str(call.name)], sizes[name]
@@ -87,7 +111,13 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
             if issued.is_share and not size:
                 payload = np.nan
             stream = f"gloo {taken[0].tid}"
-            rows.append([issued.kind, start, end, payload, name, size or np.nan, dtype, stream, call.start])
+            row = [issued.kind, start, end, payload, name, size or np.nan, dtype, stream, call.start, ""]
+            around = call_at(events_around, f"{call.pid} {call.tid}", call.start)
+            whole = wholes.setdefault(
+                ("around", around.Index) if around else call.Index, (around.name if around else "", [])
+            )
+            whole[1].append(dict(zip(COLUMNS, row, strict=True)))
+    rows = [row for event, parts in wholes.values() for row in composed.one_of(event, parts)]
     return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES)
 
 

@@ -86,6 +86,7 @@ def device_collectives(
             dtype,
             stream,
             kernel.launch,
+            "",
         ]
     table = pd.DataFrame(rows.values(), columns=COLUMNS).astype(COLUMN_TYPES)
     nameless = table["group"] == ""

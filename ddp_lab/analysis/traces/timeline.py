@@ -45,7 +45,7 @@ class RankTimeline:
         kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
             which the host issued it; NaN if unknown). All that the analysed steps issued, and all that ran beside it.
         collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
-            dtype, stream, issued.
+            dtype, stream, issued, made_of (`2 scatters`; empty for calls by themselves).
         left_out: Number of events that had no usable time.
     """
 

@@ -54,6 +54,10 @@ class PretendedGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
+    @property
+    def group_desc(self) -> str:
+        return "undefined"
+
     def getBackendName(self) -> str:
         return self._config
 

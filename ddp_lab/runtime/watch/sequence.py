@@ -28,6 +28,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from ddp_lab.runtime.errors import SequenceError
+from ddp_lab.runtime.groups import description
 from ddp_lab.runtime.link.delivery import PacedWork
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.group_marks import RecordFunction, mark_name
@@ -90,8 +91,10 @@ class CollectiveRecorder:
         name, members = group.group_name, tuple(dist.get_process_group_ranks(group))
         alike = sum(members == others for _, others, _ in self._groups)
         label = group_label(members) + (f" ({alike + 1})" if alike else "")
+        what = description(group)
+        namesakes = sum((members, what) == (others, description(other)) for other, others, _ in self._groups)
         self._groups.append((group, members, name))
-        group.register_pre_hook(HOOK_ID, self._before(name, label, mark_name(members, alike)))
+        group.register_pre_hook(HOOK_ID, self._before(name, label, mark_name(members, what, namesakes)))
         group.register_post_hook(HOOK_ID, self._after(name))
         for backend in map(group._get_backend, group._device_types):
             if backend.supports_abort_hooks:

@@ -19,9 +19,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast as RecordFunction
 from torch.distributed import distributed_c10d as c10d
 
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.runtime.groups import description
+from ddp_lab.strategy.accounting import Collective, parts_of
 
 
 class Pending:
@@ -69,7 +71,7 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 _made_of: Counter[str] = Counter()
 
 
-def another_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def another_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None, what: str) -> dist.ProcessGroup:
     """A new group of the same ranks, which these ranks alone make. Collective.
 
     `new_group` names such a group after a count of the groups that this process has made. Counts differ where one rank
@@ -81,7 +83,10 @@ def another_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | N
     c10d._world.group_count = int.from_bytes(f"{name} {_made_of[name]}".encode())
     try:
         ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        of = description(group)
+        made = dist.new_group(
+            ranks, timeout, backend, use_local_synchronization=True, group_desc=f"{of}, {what}" if of else what
+        )
     finally:
         c10d._world.group_count = count
     assert isinstance(made, dist.ProcessGroup), "this rank is a member"
@@ -96,7 +101,7 @@ def groups_of_roots(group: dist.ProcessGroup, device: torch.device) -> list[dist
     found = _groups_of_roots.get(group)
     if found is None:
         ranks, timeout = dist.get_process_group_ranks(group), group._get_backend(device).options._timeout
-        found = _groups_of_roots[group] = [another_group(group, "gloo", timeout) for _ in ranks]
+        found = _groups_of_roots[group] = [another_group(group, "gloo", timeout, f"root {rank}") for rank in ranks]
     return found
 
 
@@ -115,8 +120,13 @@ def side_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     if group not in _side_groups:
         options = group._get_backend(device).options
         timeout = None if options is None else options._timeout  # torch's `fake` group has none
-        _side_groups[group] = another_group(group, dist.get_backend_config(group), timeout)
+        _side_groups[group] = another_group(group, dist.get_backend_config(group), timeout, "side")
     return _side_groups[group]
+
+
+def composed(kind: str, part: str, ranks: int) -> str:
+    """The event in a trace around the calls that are one collective (`ddp_lab.analysis.traces.composed`)."""
+    return f"composed {kind} of {parts_of(part, ranks)}"
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, averages: bool = False) -> Pending:
@@ -138,12 +148,17 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, averag
     in_place = shard.data_ptr() == own.data_ptr()
     if others and not in_place:
         received[others[0]] = shard  # where the sum will be, so that one tensor less is made and written
-    works = [
-        dist.scatter(
-            received.get(root, own), parts if root == rank else None, group=roots[root], group_src=root, async_op=True
-        )
-        for root in range(size)
-    ]
+    with RecordFunction(composed("reduce_scatter", "scatter", size)):
+        works = [
+            dist.scatter(
+                received.get(root, own),
+                parts if root == rank else None,
+                group=roots[root],
+                group_src=root,
+                async_op=True,
+            )
+            for root in range(size)
+        ]
 
     def add_up() -> None:
         if not in_place:
@@ -174,20 +189,17 @@ def all_gather(full: Tensor, group: dist.ProcessGroup, own: Tensor | None = None
         work = dist.all_gather_into_tensor(full, sent, group=group, async_op=True)
         return Pending([work], tensors=[full, sent])
     roots = enumerate(groups_of_roots(group, full.device))
-    return Pending([dist.broadcast(parts[root], group=made, group_src=root, async_op=True) for root, made in roots])
+    with RecordFunction(composed("all_gather", "broadcast", group.size())):
+        return Pending([dist.broadcast(parts[root], group=made, group_src=root, async_op=True) for root, made in roots])
 
 
 def expected_reduce_scatters(payloads: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Collective:
     """What `reduce_scatter` issues for flat tensors of `payloads` bytes."""
-    size = dist.get_world_size(group)
-    if is_gloo(group, device):
-        return Collective("scatter", size * len(payloads), size * sum(payloads), size, "gradients")
-    return Collective("reduce_scatter", len(payloads), sum(payloads), size, "gradients")
+    made_of = "scatter" if is_gloo(group, device) else ""
+    return Collective("reduce_scatter", len(payloads), sum(payloads), group.size(), "gradients", made_of=made_of)
 
 
 def expected_all_gathers(payloads: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Collective:
     """What `all_gather` issues for flat tensors of `payloads` bytes."""
-    size = dist.get_world_size(group)
-    if is_gloo(group, device):
-        return Collective("broadcast", size * len(payloads), sum(payloads), size, "parameters")
-    return Collective("all_gather", len(payloads), sum(payloads), size, "parameters")
+    made_of = "broadcast" if is_gloo(group, device) else ""
+    return Collective("all_gather", len(payloads), sum(payloads), group.size(), "parameters", made_of=made_of)

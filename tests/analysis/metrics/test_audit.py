@@ -37,7 +37,7 @@ def test_a_right_run_passes_every_check() -> None:
 @each_row(
     ("change", "failing"),
     [
-        ({"expected_traffic": []}, {("all-reduce: calls", 0), ("all-reduce: calls", 1)}),
+        ({"expected_traffic": []}, {(what, rank) for what in ("all-reduce: calls", "sent in all") for rank in (0, 1)}),
         ({"train_loss": [2.0]}, {("optimizer steps", None)}),
         ({"step_samples": [8, 8]}, {("samples trained on", None)}),
         ({"eval": {"loss": 1.0, "samples": 7}}, {("samples evaluated", None)}),

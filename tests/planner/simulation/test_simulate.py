@@ -115,7 +115,7 @@ def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case
         step = simulation.measure()
         assert isinstance(simulation.strategy, Strategy)
         announced, seen = Counter[str](), Counter[str]()
-        for part in simulation.strategy.expected_traffic(micro_batches, clips=True):
+        for part in (whole.issued for whole in simulation.strategy.expected_traffic(micro_batches, clips=True)):
             announced.update({part.kind: part.count, f"bytes of {part.kind}": part.payload_bytes})
         for issued in simulation.observer.issued:
             seen.update({issued.kind: 1, f"bytes of {issued.kind}": issued.payload_bytes})

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.dimensions import dimensions
+from ddp_lab.analysis.traces.collectives import label
 from ddp_lab.analysis.traces.intervals import Intervals, bridge, clip, minus, union, within
 from ddp_lab.analysis.traces.timeline import PHASES, RankTimeline
 
@@ -31,15 +32,20 @@ def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
     return float(start), float(end)
 
 
-def with_dimensions(timeline: RankTimeline, mesh: Mesh) -> RankTimeline:
-    """`timeline` with one communication stream for each dimension of the mesh, of its name.
+def with_named_streams(timeline: RankTimeline, mesh: Mesh | None) -> RankTimeline:
+    """`timeline` with one communication stream for each dimension of the mesh; without one, for each process group of a
+    device, or for each kind of collective over Gloo. What Gloo's threads ran is one kernel for each collective.
 
-    Each process group has its own streams, or threads of Gloo. So a stream has the dimension of most of its calls.
+    Each process group has its own streams of a device. So a stream has the dimension of most of its calls.
     """
-    calls = timeline.collectives
-    dimension = dimensions(calls["group"], mesh)
-    of_stream = dimension.groupby(calls["stream"].str.removeprefix("stream ")).agg(lambda names: names.mode().iloc[0])
-    kernels = timeline.kernels
+    calls, kernels = timeline.collectives, timeline.kernels
+    kinds = [label(*of) for of in zip(calls["kind"], calls["made_of"], strict=True)]
+    names = dimensions(calls["group"], mesh) if mesh else calls["group"]
+    if timeline.kind == "cpu" and len(calls):
+        whole = calls.assign(lane="communication", stream=names if mesh else kinds, name=kinds, launch=calls["issued"])
+        others = kernels[kernels["lane"] != "communication"]
+        return replace(timeline, kernels=pd.concat([others, whole[others.columns]], ignore_index=True))
+    of_stream = names.groupby(calls["stream"].str.removeprefix("stream ")).agg(lambda names: names.mode().iloc[0])
     named = kernels["stream"].map(of_stream.to_dict()).fillna("")
     return replace(
         timeline, kernels=kernels.assign(stream=named.where(kernels["lane"] == "communication", kernels["stream"]))

@@ -18,7 +18,7 @@ from ddp_lab.analysis.report.figures.lanes import (
     lane_kernels,
     merged,
     phase_of,
-    with_dimensions,
+    with_named_streams,
 )
 from ddp_lab.analysis.traces.intervals import Intervals, clip
 from ddp_lab.analysis.traces.timeline import RankTimeline
@@ -33,12 +33,12 @@ PARTS_OF_LANES = {"communication": "communication", "memory": "memory copy"}
 
 
 def lanes_figure(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None = None) -> go.Figure:
-    """One optimizer step of every rank: its compute lane, and below it single kernels by stream, on a mesh collectives
-    by dimension.
+    """One optimizer step of every rank: its compute lane, and below it single kernels by stream, and collectives
+    by name (`with_named_streams`).
 
     Time 0 is the start of the step on that rank's own clock.
     """
-    timelines = [with_dimensions(timeline, mesh) if mesh else timeline for timeline in timelines]
+    timelines = [with_named_streams(timeline, mesh) for timeline in timelines]
     bars, lanes = [], {}
     shown = [(timeline, step) for timeline in timelines]
     gap = gap_to_close(shown)
@@ -54,8 +54,8 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None
             for index, (stream, calls) in enumerate(streams):
                 place = f"{main} {label} {index + 1}"
                 lanes[place] = f"{label} {index + 1}" if len(streams) > 1 else label
-                if mesh and lane == "communication":
-                    lanes[place] = f"{str(stream) or 'other'} {label}"
+                if lane == "communication" and (name := str(stream)):
+                    lanes[place] = f"{name} {label}" if mesh else name
                 single = calls[calls["single"]]
                 if lane != "compute":  # the other compute kernels are in the main lane
                     rest = merged(calls.loc[~calls["single"], ["start", "end"]].to_numpy(float), gap, most // 8)

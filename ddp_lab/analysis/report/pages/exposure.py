@@ -11,7 +11,6 @@ from ddp_lab.analysis.report.figures.times import parts_figure
 from ddp_lab.analysis.report.page import Section, drawing, table
 from ddp_lab.analysis.report.pages.mesh import by_dimension
 from ddp_lab.analysis.report.pages.ranks import abridged, representatives
-from ddp_lab.analysis.traces.collectives import KINDS
 
 LATE_COLUMNS = {
     "rank": EXPOSURE_COLUMNS["rank"],
@@ -104,5 +103,5 @@ def bucket_section(calls: pd.DataFrame, steps: int) -> Section:
         "below the best lost time to other work, or to collectives that shared the link. collectives.csv has every "
         "call of every rank.",
         folded=True,
-        table=table("places", most.assign(kind=most["kind"].map(KINDS).fillna(most["kind"])), columns),
+        table=table("places", most, columns),
     )

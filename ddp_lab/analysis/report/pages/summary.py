@@ -21,7 +21,7 @@ from ddp_lab.analysis.report.pages.heads import labels
 from ddp_lab.analysis.report.pages.mesh import mesh_section
 from ddp_lab.analysis.report.pages.pipeline import pipeline_section
 from ddp_lab.analysis.report.pages.ranks import abridged, ranks_section, representatives
-from ddp_lab.analysis.report.pages.tables import audit_table, collectives_table, dimensions_table, memory_table
+from ddp_lab.analysis.report.pages.tables import audit_table, collectives_table, memory_table
 from ddp_lab.analysis.summary import WindowAnalysis
 from ddp_lab.analysis.traces.timeline import RankTimeline
 
@@ -85,8 +85,10 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         *memory_sections(analysis),
         Section(
             "Collectives",
-            "A payload is the whole tensor that is reduced, gathered or scattered, as nccl-tests counts it.",
-            table=dimensions_table(analysis.exposure, mesh, ranks) if mesh else collectives_table(shown),
+            "A payload is the whole tensor that is reduced, gathered or scattered, as nccl-tests counts it. Sent is "
+            "what a rank must send of it: (N-1)/N, for an all-reduce twice that. Gloo's own reduce-scatter sends twice "
+            "as much, since it is an all-reduce. In brackets: the calls, one from each rank, that make it over Gloo.",
+            table=collectives_table(analysis.exposure, mesh, ranks),
             folded=True,
         ),
         audit_section(analysis.audit, list(ranks)),

@@ -5,19 +5,20 @@ from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import AUDIT_COLUMNS, COMPONENTS, KIND_COLUMNS, MEMORY_COLUMNS, Column, kinds_run, mib
+from ddp_lab.analysis.columns import AUDIT_COLUMNS, COMPONENTS, MEMORY_COLUMNS, MIB, Column, mib
 from ddp_lab.analysis.mesh import Mesh, in_order
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.report.page import BLANK, cell, titled
-from ddp_lab.analysis.traces.collectives import KINDS
+from ddp_lab.analysis.traces.collectives import KINDS, label
 
 RANK = Column("rank", "", "rank of the process")
 COLLECTIVES = [
     RANK,
     Column("collective", "", "kind of collective"),
     Column("calls", "calls/step", "calls in one optimizer step"),
-    Column("payload", "MiB/step", "payload by nccl-tests' definition of size"),
-    Column("total time", "ms/step", "sum of durations in one optimizer step, hidden or not"),
+    Column("payload", "MiB/step", "payload by nccl-tests' definition of size", MIB, 3),
+    Column("sent", "MiB/step", "bytes of it that a rank sends", MIB, 3),
+    Column("total time", "ms/step", "sum of durations in one optimizer step, hidden or not", 1, 2),
     Column("mean time", "ms/call", "total time over calls", 1, 3),
 ]
 DIMENSION = Column("dimension", "", "of the mesh, over whose ranks they are")
@@ -31,40 +32,26 @@ MEMORY = [
 ]
 
 
-def collectives_table(summary: pd.DataFrame) -> dict[str, Any]:
-    """Calls, payload and time by rank and kind, of the kinds that ran."""
-    rows = []
-    for row in summary.to_dict("records"):
-        for kind in kinds_run(summary):
-            names = [f"{kind}_{figure}_per_step" for figure in ("calls", "bytes", "ms")]
-            calls, _, ms = (row[name] for name in names)
-            figures = [cell(name, row[name], KIND_COLUMNS[name]) for name in names]
-            mean = cell("", ms / calls if calls else None, COLLECTIVES[-1])
-            rows.append([cell("", row["rank"], RANK), cell("", KINDS[kind], RANK), *figures, mean])
-    return titled("collectives", COLLECTIVES, rows)
-
-
-def dimensions_table(exposure: Exposure, mesh: Mesh, ranks: Iterable[int]) -> dict[str, Any]:
-    """The same by rank, dimension of the mesh and kind."""
+def collectives_table(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int]) -> dict[str, Any]:
+    """Calls, payload and time by rank, dimension of the mesh if there is one, kind, and what it is made of."""
     steps, rows = exposure.steps["step"].nunique(), []
     calls = exposure.collectives.assign(
         kind=exposure.collectives["kind"].where(exposure.collectives["kind"].isin(KINDS), "other")
     )
     for rank in ranks:
         own = calls[calls["rank"] == rank]
-        for dimension in in_order(mesh, own["dimension"].tolist()):
-            for kind, label in KINDS.items():
-                part = own[(own["dimension"] == dimension) & (own["kind"] == kind)]
-                if len(part):
-                    ms = part["duration_ms"].sum()
-                    figures = (len(part) / steps, part["bytes"].sum(skipna=False) / steps, ms / steps)
-                    shown = [
-                        cell("", figure, KIND_COLUMNS[f"{kind}_{name}_per_step"])
-                        for figure, name in zip(figures, ("calls", "bytes", "ms"), strict=True)
-                    ]
-                    named = [cell("", text, RANK) for text in (rank, dimension or "other groups", label)]
-                    rows.append([*named, *shown, cell("", ms / len(part), COLLECTIVES[-1])])
-    return titled("collectives", [COLLECTIVES[0], DIMENSION, *COLLECTIVES[1:]], rows)
+        for dimension in in_order(mesh or {}, own["dimension"].tolist()):
+            along = own[own["dimension"] == dimension]
+            for _, part in along.groupby([along["kind"].map([*KINDS].index), "made_of"]):
+                named = [rank, *([dimension or "other groups"] if mesh else [])]
+                named.append(label(part["kind"].iloc[0], part["made_of"].iloc[0]))
+                sums = [part[column].sum(skipna=False) for column in ("bytes", "sent_bytes", "duration_ms")]
+                figures = [*(figure / steps for figure in (len(part), *sums)), sums[-1] / len(part)]
+                rows.append(
+                    [cell("", text, RANK) for text in named]
+                    + [cell("", figure, column) for figure, column in zip(figures, COLLECTIVES[2:], strict=True)]
+                )
+    return titled("collectives", [RANK, *([DIMENSION] if mesh else []), *COLLECTIVES[1:]], rows)
 
 
 def memory_table(summary: pd.DataFrame) -> dict[str, Any]:
@@ -81,8 +68,8 @@ def memory_table(summary: pd.DataFrame) -> dict[str, Any]:
             "workspaces of operators": ["", "", "peak_workspace_bytes"],
             "resident set": ["", "", "peak_rss_bytes"],
         }
-        for label, names in lines.items():
-            first = [cell("", row["rank"], RANK), cell("", label, RANK)]
+        for component, names in lines.items():
+            first = [cell("", row["rank"], RANK), cell("", component, RANK)]
             rows.append(first + [figures.get(name, BLANK) for name in (*names, "")[:4]])
     return titled("memory", MEMORY, rows)
 
