@@ -70,7 +70,7 @@ def issued(paced: bool) -> tuple[list[tuple[str, str, float]], str]:
 @pytest.mark.parametrize("paced", [False, True])
 def test_each_call_is_of_its_group(ranks: RankPool, paced: bool) -> None:
     for rank, (seen, unmarked) in enumerate(ranks.run(4, issued, paced)):
-        data, model = f"ranks {rank % 2},{rank % 2 + 2}", f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}"
+        data, model = f"ranks {rank % 2},{rank % 2 + 2}, dp", f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}, tp"
         assert unmarked == ""
         assert seen == [
             (group, kind, 4 * (ALIKE if kind == "all_reduce" else size * share))
@@ -106,7 +106,7 @@ def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(
     page = write_summary(analysis, choice, tmp_path / "reports").read_text()
     traffic = analysis.audit[analysis.audit["unit"].str.endswith("/step")]
     assert set(traffic["result"]) == {"pass"}, traffic[traffic["result"] != "pass"].to_string()
-    assert {subject.split()[0] for subject in traffic["subject"]} == expected
+    assert {subject.split()[0] for subject in traffic["subject"]} == {*expected, "sent"}
     dimensions = pd.read_csv(tmp_path / "reports" / "dimensions.csv")
     assert set(dimensions["dimension"]) == expected and set(dimensions["rank"]) == set(range(4))
     place = ["rank", "step"]

@@ -37,7 +37,7 @@ def timeline(
     kernels += [("memory", "1", "copy", start, end, start) for start, end in copies or []]
     kernels += [("communication", "2", "x", start, end, start) for _, _, start, end, *_ in calls]
     rows = [
-        (kind, start, end, size, *(group or (EVERYBODY, world_size)), "float", "2", start)
+        (kind, start, end, size, *(group or (EVERYBODY, world_size)), "float", "2", start, "")
         for kind, size, start, end, *group in calls
     ]
     numbered = [(number, start, end) for number, (start, end) in enumerate(steps)]

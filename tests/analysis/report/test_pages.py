@@ -205,7 +205,7 @@ def test_lanes_zoom_to_a_kernel(folder: Path, open_page: Opener) -> None:
     bars = plot.evaluate("""plot => plot.data.flatMap(trace => trace.y.map((lane, at) =>
         [lane, trace.text[at], trace.base[at], trace.x[at]])).filter(bar => bar[1])""")
     assert ["rank 0 kernels 1", "aten::short", 0.72, 0.005] in bars
-    assert ["rank 1 collectives 1", "gloo:all_reduce", 0.6, 0.3] in bars
+    assert ["rank 1 collectives 1", "all-reduce", 0.6, 0.3] in bars
     span = "plot => plot.layout.xaxis.range[1] - plot.layout.xaxis.range[0]"
     for _ in range(3):
         page.get_by_role("button", name="Zoom in").press("Enter")

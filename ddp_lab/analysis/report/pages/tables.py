@@ -43,14 +43,14 @@ def collectives_table(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int
         for dimension in in_order(mesh or {}, own["dimension"].tolist()):
             along = own[own["dimension"] == dimension]
             for _, part in along.groupby([along["kind"].map([*KINDS].index), "made_of"]):
-                named = [rank, *([dimension or "other groups"] if mesh else [])]
-                named.append(label(part["kind"].iloc[0], part["made_of"].iloc[0]))
-                sums = [part[column].sum(skipna=False) for column in ("bytes", "sent_bytes", "duration_ms")]
-                figures = [*(figure / steps for figure in (len(part), *sums)), sums[-1] / len(part)]
-                rows.append(
-                    [cell("", text, RANK) for text in named]
-                    + [cell("", figure, column) for figure, column in zip(figures, COLLECTIVES[2:], strict=True)]
-                )
+                kind, made_of = part[["kind", "made_of"]].iloc[0]
+                named = [rank, *([dimension or "other groups"] if mesh else []), label(kind, made_of)]
+                payload, sent, ms = (part[name].sum(skipna=False) for name in ("bytes", "sent_bytes", "duration_ms"))
+                figures = [len(part) / steps, payload / steps, sent / steps, round(ms / steps, 3), ms / len(part)]
+                is_all = len(part) == (own["kind"] == kind).sum()  # then it is what summary.csv says of the kind
+                names = [f"{kind}_{name}_per_step" if is_all else "" for name in ("calls", "bytes", "sent", "ms")]
+                shown = zip([*names, ""], figures, COLLECTIVES[-5:], strict=True)
+                rows.append([cell("", text, RANK) for text in named] + [cell(*each) for each in shown])
     return titled("collectives", [RANK, *([DIMENSION] if mesh else []), *COLLECTIVES[1:]], rows)
 
 
