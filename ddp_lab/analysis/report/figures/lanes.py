@@ -47,9 +47,8 @@ def with_named_streams(timeline: RankTimeline, mesh: Mesh | None) -> RankTimelin
         return replace(timeline, kernels=pd.concat([others, whole[others.columns]], ignore_index=True))
     of_stream = names.groupby(calls["stream"].str.removeprefix("stream ")).agg(lambda names: names.mode().iloc[0])
     named = kernels["stream"].map(of_stream.to_dict()).fillna("")
-    return replace(
-        timeline, kernels=kernels.assign(stream=named.where(kernels["lane"] == "communication", kernels["stream"]))
-    )
+    has_name = (kernels["lane"] == "communication") & ((named != "") | (mesh is not None))
+    return replace(timeline, kernels=kernels.assign(stream=named.where(has_name, kernels["stream"])))
 
 
 def compute_lane(

@@ -54,8 +54,8 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None
             for index, (stream, calls) in enumerate(streams):
                 place = f"{main} {label} {index + 1}"
                 lanes[place] = f"{label} {index + 1}" if len(streams) > 1 else label
-                if lane == "communication" and (name := str(stream)):
-                    lanes[place] = f"{name} {label}" if mesh else name
+                if lane == "communication" and not (name := str(stream)).isdecimal():
+                    lanes[place] = f"{name or 'other'} {label}" if mesh else name
                 single = calls[calls["single"]]
                 if lane != "compute":  # the other compute kernels are in the main lane
                     rest = merged(calls.loc[~calls["single"], ["start", "end"]].to_numpy(float), gap, most // 8)
