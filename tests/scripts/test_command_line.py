@@ -45,6 +45,11 @@ def command(
     )
 
 
+def problems(said: str) -> list[str]:
+    """What stands on standard error beside how far the reading is."""
+    return [line for line in said.splitlines() if not line.startswith("reading traces of ")]
+
+
 @pytest.mark.parametrize(("name", "family"), [("main_ddp.py", ddp), ("main_shard.py", sharding)])
 def test_help_and_version_load_no_torch(name: str, family: Any) -> None:
     def answer_to(flag: str) -> str:
@@ -101,7 +106,7 @@ def test_passes_of_a_sweep_count_together_until_a_choice_runs_again(tmp_path: Pa
 def test_compare_what_has_been_trained(tmp_path: Path) -> None:
     trained(tmp_path, {"zero1": {}, "baseline": {"step_time_s": [9.0, 0.2, 0.2]}})
     answer = command("-m", "ddp_lab", "compare", "sharding", "--output-dir", str(tmp_path))
-    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    assert answer.returncode == 0 and not problems(answer.stderr), answer.stderr
     table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
     assert table.choice.tolist() == ["baseline", "zero1"] and table.step_time_ratio.tolist() == [1.0, 0.5]
     assert table.verdict.tolist() == ["reference", "unknown"] and "unknown" in answer.stdout
@@ -120,7 +125,7 @@ def test_runs_on_several_meshes_stand_in_one_table(tmp_path: Path) -> None:
         content["expected_traffic"][0]["dimension"] = "tp" if mesh == "dp=1,tp=2" else "dp"
         write(path, content)
     answer = compare_runs("parallel", "--output-dir", str(tmp_path))
-    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    assert answer.returncode == 0 and not problems(answer.stderr), answer.stderr
     table = pd.read_csv(tmp_path / "reports_parallel" / "compare.csv")
     assert table.choice.tolist() == ["zero1@dp1-tp2-sp", "tp@dp2", "zero1@dp2", "zero1@dp2-tp1"]
     assert table.mesh.tolist() == ["dp=1,tp=2", "dp=2", "dp=2", "dp=2,tp=1"]
@@ -155,7 +160,7 @@ def test_sweep_of_sharding(tmp_path: Path) -> None:
     """Choices that take the flags compute the same, and their memory stands in the comparison; the others are named."""
     flags = ["2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", "--offload", "optimizer"]
     answer = command(*flags, under=["./run_experiment_shard.sh"], limit_s=880)
-    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    assert answer.returncode == 0 and not problems(answer.stderr), answer.stderr
     folder = tmp_path / "reports_sharding"
     table = pd.read_csv(folder / "compare.csv")
     assert table.choice.tolist() == ["zero1", "zero2", "zero3"] and "baseline: left out: --offload" in answer.stdout
