@@ -16,6 +16,7 @@ from typing import Any
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
+from ddp_lab.runtime.early import BATCH
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.process.torchrun import quiet_torchrun
@@ -115,14 +116,13 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
         runs = replace(runs, flags=[*runs.flags, "--max-steps", str(steps)])
     if family.workload and not runs.gives("--workload", "--task", "--model", "--dataset"):
         runs = replace(runs, flags=[*runs.flags, "--workload", family.workload])
+    if not runs.gives(BATCH):  # on meshes, too: the ranks that see different samples are a divisor of all
+        batch = runs.config(runs.names()[0]).nearest_batch(options.ranks)
+        runs = replace(runs, flags=[*runs.flags, BATCH, str(batch)])
     config = runs.require_fit()
     if not runs.gives("--link") and not has_gpu(config.device):
         runs = replace(runs, flags=[*runs.flags, "--link", SWEEP_LINK])
     config.require_profiled_ranks(options.ranks)
-    if config.max_steps is not None and config.profile_steps() > config.max_steps:
-        from ddp_lab.runtime.profiling.profiler import require_window_fits  # imports torch
-
-        require_window_fits(config, config.max_steps, settling_steps=0)
     checkpoint_dir = options.checkpoint_dir and str(options.checkpoint_dir)
     settings = {"ranks": options.ranks, "passes": options.passes, "flags": runs.flags, "checkpoint_dir": checkpoint_dir}
     state = SweepState(options.output_dir, options.family, settings)

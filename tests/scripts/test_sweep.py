@@ -134,6 +134,12 @@ def test_a_choice_that_failed_is_trained_again(sweep: Sweep) -> None:
     assert sweep.run("--resume").returncode == 0 and list(sweep.asked) == [CHOICES[1]]
 
 
+def test_three_ranks_take_the_nearest_batch_and_short_runs_fit_their_profile(sweep: Sweep) -> None:
+    sweep.of = ["ddp", "3"]
+    assert sweep.run("--max-steps", "4").returncode == 0 and list(sweep.asked) == CHOICES
+    assert all(one[one.index("--global-batch-size") + 1] == "6" for one in sweep.asked.values())
+
+
 def test_choices_that_refuse_a_flag_are_left_out(sweep: Sweep) -> None:
     ended = sweep.run("--overlap-optimizer")
     assert ended.returncode == 0 and list(sweep.asked) == ["bucket_ddp_async"]
@@ -179,9 +185,8 @@ def test_without_a_gpu_a_sweep_shows_the_physics(
         (["--checkpoint-dir", "saved"], "must be with --checkpoint-every or --resume"),
         (["--shard-choice", "zero1"], "for one, use torchrun main_ddp.py"),
         (["--ddp-choice=flat_ddp"], "for one, use torchrun main_ddp.py"),
-        (["--grad-accum-steps", "3"], "the nearest that does: 6 or 12"),
+        (["--grad-accum-steps", "3", "--global-batch-size", "8"], "the nearest that does: 6 or 12"),
         (["--sed", "1"], "unknown argument '--sed'; did you mean --seed"),
-        (["--max-steps", "4"], "the profile windows end after 8 optimizer steps"),
         (["--config", "/nowhere.toml"], "cannot be read"),
     ],
 )

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
-from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.process.environment import without_marks
 from ddp_lab.runtime.watch.phases import phase
@@ -147,20 +146,3 @@ def ends_with_brace(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return file.read().rstrip().endswith(b"}")
-
-
-def require_window_fits(config: RunConfig, steps: int, settling_steps: int) -> None:
-    """Check that the run is long enough for its profile schedule.
-
-    Raises:
-        UserError: it is not; names both lengths.
-    """
-    needed = config.profile_steps(settling_steps)
-    if not config.no_profile and needed > steps:
-        first = config.steps_before_profile(settling_steps)
-        settling = f"{first} in which {config.choice} settles + " if first else ""
-        raise UserError(
-            f"the profile windows end after {needed} optimizer steps ({settling}--profile-repeat "
-            f"{config.profile_repeat} x (wait {config.profile_wait} + warmup {config.profile_warmup} + active "
-            f"{config.profile_active})), but the run has {steps}; lower them, raise --max-steps, or use --no-profile"
-        )
