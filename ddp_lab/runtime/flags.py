@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error, unknown_name, versions
 from ddp_lab.runtime.config import FLAGS, RunConfig
-from ddp_lab.runtime.data.workloads import WORKLOADS, is_own
+from ddp_lab.runtime.data.workloads import WORKLOADS
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.process.launcher import without_local_rank
+from ddp_lab.runtime.settings.data import is_own
 from ddp_lab.runtime.settings.field import GROUPS, argument, flag_name
 from ddp_lab.runtime.settings.file import with_config_file
 from ddp_lab.strategy.options import AUTO

@@ -5,8 +5,8 @@ import ast
 from pathlib import Path
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data.workloads import is_own
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.settings.data import is_own
 
 FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 HEADER_LINES = {".csv": 1}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.settings.data import CAUSAL_LM
+from ddp_lab.runtime.settings.data import CAUSAL_LM, is_own
 from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.strategy.options import AUTO
 
@@ -27,11 +27,6 @@ WORKLOADS = {
     "transformer-2.7b": "d_model/d_ff/layers/heads 2560/10240/32/32, random tokens",
 }
 """By name, a sentence for `--help`, in display order."""
-
-
-def is_own(name: str) -> bool:
-    """Whether it names a file of the user, and a function in it."""
-    return ":" in name or name.endswith(".py")
 
 
 def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:

@@ -52,3 +52,8 @@ class DataSettings:
     lora_alpha: int | None = _data(
         None, "what adapters give is multiplied by this over --lora-rank (default: twice --lora-rank)", at_least=1
     )
+
+
+def is_own(name: str) -> bool:
+    """Whether `--workload` names a file of the user, and a function in it."""
+    return ":" in name or name.endswith(".py")
