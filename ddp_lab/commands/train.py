@@ -12,7 +12,7 @@ from ddp_lab.runtime.early import begin
 from ddp_lab.runtime.entrypoint import train_from_command_line
 from ddp_lab.runtime.flags import build_parser as build_flags
 from ddp_lab.runtime.flags import parse_config
-from ddp_lab.runtime.process.environment import has_gpu
+from ddp_lab.runtime.process.environment import sees_gpu
 from ddp_lab.runtime.process.launcher import adopt_launcher
 from ddp_lab.runtime.process.torchrun import quiet_torchrun, start_ranks
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return train_from_command_line(ABOUT, EVERY, arguments=flags, prog=PROG)
     config = parse_config(ABOUT, EVERY, arguments=flags, prog=PROG)  # a mistake is answered here, once
-    ranks = options.ranks or (gpus() if config.device != "cpu" and has_gpu() else 0) or 2
+    ranks = options.ranks or (gpus() if config.device != "cpu" and sees_gpu() else 0) or 2
     config = begin(config, flags, ranks)
     flags += ["--global-batch-size", str(config.global_batch_size)]
     quiet_torchrun()

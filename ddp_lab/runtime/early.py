@@ -15,7 +15,7 @@ from ddp_lab.runtime.data.found import require_found
 from ddp_lab.runtime.data.workloads import resolve_workload
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
-from ddp_lab.runtime.process.environment import has_gpu
+from ddp_lab.runtime.process.environment import sees_gpu
 from ddp_lab.runtime.process.launcher import require_launcher
 from ddp_lab.runtime.settings.checkpoints import LATEST
 from ddp_lab.runtime.settings.file import with_config_file
@@ -46,7 +46,7 @@ def begin(config: RunConfig, arguments: Sequence[str] | None, ranks: int | None 
             config = replace(config, global_batch_size=config.nearest_batch(seeing))
         config.micro_batch_size(seeing)
         config.require_profiled_ranks(size)
-        on_gpu = config.device != "cpu" and has_gpu()
+        on_gpu = config.device != "cpu" and sees_gpu()
         require_found(resolve_workload(config, on_gpu))
         require_origin(config)
         require_folder(config)

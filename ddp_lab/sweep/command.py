@@ -16,9 +16,12 @@ from typing import Any
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
+from ddp_lab.runtime.data.found import require_found
+from ddp_lab.runtime.data.workloads import resolve_workload
 from ddp_lab.runtime.early import BATCH
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
+from ddp_lab.runtime.process.environment import sees_gpu
 from ddp_lab.runtime.process.torchrun import quiet_torchrun
 from ddp_lab.runtime.settings.file import with_config_file
 from ddp_lab.sweep.passes import planned, train
@@ -120,7 +123,9 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
         batch = runs.config(runs.names()[0]).nearest_batch(options.ranks)
         runs = replace(runs, flags=[*runs.flags, BATCH, str(batch)])
     config = runs.require_fit()
-    if not runs.gives("--link") and not has_gpu(config.device):
+    on_gpu = config.device != "cpu" and sees_gpu()
+    require_found(resolve_workload(config, on_gpu))
+    if not runs.gives("--link") and not on_gpu:
         runs = replace(runs, flags=[*runs.flags, "--link", SWEEP_LINK])
     config.require_profiled_ranks(options.ranks)
     checkpoint_dir = options.checkpoint_dir and str(options.checkpoint_dir)
@@ -129,13 +134,6 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
     if options.resume:
         state.go_on()
     return runs, state, options.passes, options.resume
-
-
-def has_gpu(device: str) -> bool:
-    """Whether a run with `--device` trains on GPUs."""
-    import torch  # takes seconds
-
-    return device != "cpu" and torch.cuda.is_available()
 
 
 def given_to_resume(arguments: Sequence[str]) -> str:

@@ -170,7 +170,7 @@ def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
 def test_without_a_gpu_a_sweep_shows_the_physics(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch, gpus: bool, flags: list[str], link: str, said: str
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
+    monkeypatch.setattr(script, "sees_gpu", lambda: gpus)
     answer = sweep.run(*flags)
     assert answer.returncode == 0 and answer.stdout.startswith(said)
     for arguments in sweep.asked.values():
@@ -188,6 +188,7 @@ def test_without_a_gpu_a_sweep_shows_the_physics(
         (["--grad-accum-steps", "3", "--global-batch-size", "8"], "the nearest that does: 6 or 12"),
         (["--sed", "1"], "unknown argument '--sed'; did you mean --seed"),
         (["--config", "/nowhere.toml"], "cannot be read"),
+        (["--workload", "yelp", "--dataset", "/nowhere.csv"], "no such file or folder"),
     ],
 )
 def test_mistakes_are_one_line(sweep: Sweep, arguments: list[str], expected: str) -> None:

@@ -9,22 +9,33 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import is_own
 
 FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
-HEADER_LINES = {".csv": 1}
 
 
 def require_found(config: RunConfig) -> None:
     """Check what `config` names on this machine's disk. What may be on the hub is not looked for.
 
     Raises:
-        UserError: it is not there, or has nothing in it.
+        UserError: it is not there, has nothing in it, or is of an unknown type.
     """
     if is_own(config.workload):
         require_function(config.workload)  # what it makes of the other names is its own affair
         return
-    if config.model:
-        require_model(config.model)
-    if config.dataset:
-        require_data(config.dataset)
+    if name := config.model:
+        path = Path(name).expanduser()
+        if path.is_dir() and not (path / "config.json").exists():
+            raise UserError(f"--model {name}: no config.json in this folder; give one that save_pretrained has written")
+        if not path.is_dir() and _looks_local(name):
+            raise UserError(f"--model {name}: no such folder")
+    if name := config.dataset:
+        path = Path(name).expanduser()
+        if path.is_file() and path.suffix not in FILE_FORMATS:
+            raise UserError(f"--dataset {name}: unknown file type; takes {', '.join(FILE_FORMATS)}")
+        if path.is_file() and not _has_rows(path):
+            raise UserError(f"--dataset {name}: the file is empty")
+        if path.is_dir() and not any(one.is_file() for one in path.rglob("*")):
+            raise UserError(f"--dataset {name}: the folder is empty")
+        if not path.exists() and _looks_local(name):
+            raise UserError(f"--dataset {name}: no such file or folder")
 
 
 def require_function(name: str) -> tuple[Path, str]:
@@ -49,41 +60,11 @@ def require_function(name: str) -> tuple[Path, str]:
     return file, function
 
 
-def require_model(name: str) -> None:
-    """
-    Raises:
-        UserError: it is a folder without a model, or a path that leads nowhere.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").exists():
-        raise UserError(f"--model {name}: no config.json in this folder; give one that save_pretrained has written")
-    if not path.is_dir() and _looks_local(name):
-        raise UserError(f"--model {name}: no such folder")
-
-
-def require_data(name: str) -> None:
-    """
-    Raises:
-        UserError: it is an empty file or folder, a file of an unknown type, or a path that leads nowhere.
-    """
-    path = Path(name).expanduser()
-    if path.is_file():
-        if path.suffix not in FILE_FORMATS:
-            raise UserError(f"--dataset {name}: unknown file type; takes {', '.join(FILE_FORMATS)}")
-        if not _has_rows(path):
-            raise UserError(f"--dataset {name}: the file is empty")
-    elif path.is_dir():
-        if not any(one.is_file() for one in path.rglob("*")):
-            raise UserError(f"--dataset {name}: the folder is empty")
-    elif _looks_local(name):
-        raise UserError(f"--dataset {name}: no such file or folder")
-
-
 def _has_rows(path: Path) -> bool:
     """Whether there is a line with something in it, after a header. Parquet is not looked into."""
     with path.open("rb") as file:
         lines = (line for line in file if line.strip() not in (b"", b"[]"))
-        return sum(1 for _, line in zip(range(2), lines, strict=False)) > HEADER_LINES.get(path.suffix, 0)
+        return sum(1 for _, line in zip(range(2), lines, strict=False)) > (path.suffix == ".csv")
 
 
 def _looks_local(name: str) -> bool:

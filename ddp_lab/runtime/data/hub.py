@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_lab.runtime.data.found import FILE_FORMATS, require_data, require_model
+from ddp_lab.runtime.data.found import FILE_FORMATS
 from ddp_lab.runtime.data.labels import Labels
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.watch.phases import BUILDING, during
@@ -23,7 +23,6 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model. If it has no padding token, it pads with its end-of-sequence token."""
     from transformers import AutoTokenizer
 
-    require_model(name)
     tokenizer = _load("model", name, lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -39,7 +38,6 @@ def load_classifier(name: str, tokenizer: Any, labels: Sequence[str]) -> nn.Modu
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    require_model(name)
     model = _load(
         "model",
         name,
@@ -80,7 +78,6 @@ def load_causal_lm(name: str) -> LoadedLM:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    require_model(name)
     folder = Path(name).expanduser()
     is_new = folder.is_dir() and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin"))
     has_tokenizer = not is_new or any(any(folder.glob(kind)) for kind in ("tokenizer*", "vocab*", "*.model"))
@@ -121,7 +118,6 @@ def label_numbers(name: str) -> dict[str, int]:
     """By label, the number that it has in a saved model's head; transformers' own names if it has none."""
     from transformers import AutoConfig
 
-    require_model(name)
     return _load("model", name, lambda: AutoConfig.from_pretrained(name, trust_remote_code=False)).label2id
 
 
@@ -183,7 +179,6 @@ def tokenize(data: Any, columns: Columns, labels: Labels, tokenizer: Any, max_to
 def _read_splits(name: str, streams: bool) -> Any:
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-    require_data(name)
     path = Path(name).expanduser()
     if path.is_file():
         kind = FILE_FORMATS[path.suffix]

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.found import require_found
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import CAUSAL_LM, is_own
 from ddp_lab.runtime.settings.field import flag_name
@@ -75,9 +76,11 @@ def build_workload(config: RunConfig) -> "Workload":
     Raises:
         UserError: on every rank: model or data cannot be found, or do not fit.
     """
+    from ddp_lab.runtime.groups import on_every_rank
     from ddp_lab.runtime.watch.phases import READING, between_steps
 
     between_steps(READING)
+    on_every_rank(lambda: require_found(config))
     workload = _named(config)
     if config.lora_rank is None:
         return workload

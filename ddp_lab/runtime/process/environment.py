@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 KINETO, QUIET, WARNINGS = "KINETO_LOG_LEVEL", "6", "02"
@@ -32,6 +33,12 @@ def prepare_process() -> None:
 def has_gpu() -> bool:
     """Whether a GPU's driver is loaded, as far as that shows without importing torch."""
     return any(Path(path).exists() for path in OF_GPUS)
+
+
+def sees_gpu() -> bool:
+    """Whether torch will find a GPU, as far as that shows without importing it: a build without CUDA finds none."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return has_gpu() and not is_hidden and not version("torch").endswith("+cpu")
 
 
 def quiet_libraries() -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 
 from ddp_lab.runtime.process import environment
 from ddp_lab.runtime.process.environment import prepare_process
+from tests.tables import each_row
 
 ROOT = Path(__file__).resolve().parents[3]
 of_linux = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies are Linux's")
@@ -26,6 +27,19 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     assert asked == ([] if gpu else [os.SCHED_BATCH])
     warning = 2  # the level at which libkineto says that CUPTI lacks a permission
     assert (int(os.environ[environment.KINETO]) <= warning) == gpu
+
+
+@each_row(
+    ("visible", "build", "seen"),
+    [("0,1", "2.15.0", True), ("", "2.15.0", False), ("-1", "2.15.0", False), ("0", "2.15.0+cpu", False)],
+)
+def test_a_gpu_that_torch_does_not_see_is_none(
+    monkeypatch: pytest.MonkeyPatch, visible: str, build: str, seen: bool
+) -> None:
+    monkeypatch.setattr(environment, "OF_GPUS", [ROOT])
+    monkeypatch.setattr(environment, "version", lambda _: build)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert environment.sees_gpu() == seen
 
 
 OF_A_THREAD = f"""
