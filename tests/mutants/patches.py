@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 
 
 class Mutant(NamedTuple):

@@ -18,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.mutants.patches import Mutant, all_mutants
+from tests.mutants.patches import ROOT, Mutant, all_mutants
 
-ROOT = Path(__file__).parents[2]
 IS_HERE = "import ddp, pathlib; assert pathlib.Path(ddp.__file__).is_relative_to(pathlib.Path.cwd()), ddp.__file__"
 NOTHING, NO_TESTS = "nothing", 5
 
@@ -82,7 +81,7 @@ def caught_by(mutant: Mutant, copy: Path, options: argparse.Namespace) -> str:
 
 def first_failure(copy: Path, arguments: Sequence[str]) -> str:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments],
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--ignore=tests/mutants", *arguments],
         cwd=copy, env=environment(copy), capture_output=True, text=True,
     )  # fmt: skip
     if run.returncode == 0:

@@ -1,24 +1,23 @@
 """Every mutant can still be planted (`tests/mutants/run.py`): who changes its lines carries it along."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.patches import FOLDER, Mutant
-
-ROOT = FOLDER.parent.parent
+from tests.mutants.patches import FOLDER, ROOT, Mutant
 
 
 def test_each_applies_and_compiles() -> None:
-    names = []
-    for file in sorted(FOLDER.glob("*.patch")):
+    files = sorted(FOLDER.glob("*.patch"))
+    assert [file.name[:2] for file in files] == [f"{number:02}" for number in range(1, 41)]
+    for file in files:
         mutant = Mutant.read(file)
         source = (ROOT / mutant.path).read_text()
         faulty = mutant.applied(source)
         assert faulty != source
         compile(faulty, mutant.path, "exec")
-        names.append(mutant.name)
-    assert [name[:2] for name in names] == [f"{number:02}" for number in range(1, 41)]
+        subprocess.run(["git", "apply", "--check", file], cwd=ROOT, check=True)
 
 
 def test_a_patch_that_fits_no_more_is_refused(tmp_path: Path) -> None:
