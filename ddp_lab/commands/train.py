@@ -45,7 +45,12 @@ def main(arguments: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return train_from_command_line(ABOUT, EVERY, arguments=flags, prog=PROG)
     config = parse_config(ABOUT, EVERY, arguments=flags, prog=PROG)  # a mistake is answered here, once
-    ranks = options.ranks or (gpus() if config.device != "cpu" and sees_gpu() else 0) or 2
+    ranks = options.ranks
+    if ranks is None and config.device != "cpu" and sees_gpu():
+        import torch  # takes seconds
+
+        ranks = torch.cuda.device_count()
+    ranks = ranks or 2
     config = begin(config, flags, ranks)
     flags += ["--global-batch-size", str(config.global_batch_size)]
     quiet_torchrun()
@@ -61,9 +66,3 @@ def main(arguments: Sequence[str]) -> int:
             return 128 + number
     print(f"error: {config.label}: stopped by {signal.Signals(number).name} before training began", file=sys.stderr)
     return 128 + number
-
-
-def gpus() -> int:
-    import torch  # takes seconds
-
-    return torch.cuda.device_count()

@@ -146,14 +146,6 @@ def given_to_resume(arguments: Sequence[str]) -> str:
     return ""
 
 
-def link_sentence(runs: Runs) -> str:
-    """The first line of a sweep."""
-    link = runs.config(runs.names()[0]).link
-    if link == NONE:
-        return "links: as this machine is"
-    return f"links: {link} for each rank; --link none is the machine as it is (docs/link.md)"
-
-
 def interrupted(number: int) -> int:
     """Say how to continue. The exit code is that of a process that the signal ended."""
     for stopping in (signal.SIGINT, signal.SIGTERM):
@@ -177,7 +169,9 @@ def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
     from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake in a flag
 
     family, output_dir = runs.family, runs.output_dir
-    print(link_sentence(runs), flush=True)
+    link = runs.config(runs.names()[0]).link
+    about = f"{link} for each rank; --link none is the machine as it is (docs/link.md)"
+    print("links:", "as this machine is" if link == NONE else about, flush=True)
     labels = []
     for label in runs.labels():
         if refusal := runs.refusal(label):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_lab.families import Family
-from ddp_lab.runtime.config import RunConfig, labelled
+from ddp_lab.runtime.config import RunConfig, checkpoint_folder, labelled
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
@@ -105,7 +105,6 @@ class Runs:
             UserError: the folder cannot be read.
         """
         from ddp_lab.runtime.checkpoint.manifest import checkpoints_in
-        from ddp_lab.runtime.checkpoint.origin import checkpoint_folder
 
         config = self.config(label)
         return config.checkpoint_every is not None and bool(checkpoints_in(checkpoint_folder(config)))

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -51,7 +50,7 @@ def report_on_choices(
     choices: Iterable[str],
     failed: list[str],
     allowed: Iterable[str] = (),
-    passes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
+    passes: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Path:
     """Write `summary.*` of each choice and `compare.*` of all, print the table, and return the page's path.
 
@@ -68,7 +67,7 @@ def report_on_choices(
     """
     found = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
     records = {
-        choice: in_passes(record, output_dir / "profile" / choice, passes.get(choice, {}))
+        choice: in_passes(record, output_dir / "profile" / choice, (passes or {}).get(choice, {}))
         for choice, record in found.items()
         if record is not None
     }

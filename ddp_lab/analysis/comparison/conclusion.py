@@ -128,15 +128,13 @@ def reason(best: Row, other: Row, equal_compute: bool) -> str:
     """In which parts of a step `best` gains over `other`, as the rest of a sentence; not in equal compute."""
     if pd.isna(whole := other["profiled_step_ms"] - best["profiled_step_ms"]):
         return "; without traces of both, it is unknown why"
-    if whole <= 0:
-        return "; the profiled steps do not show why"
     mine, theirs = parts_of(best), parts_of(other)
     gains = {part: theirs[part] - mine[part] for part in PARTS if not (equal_compute and part == "compute")}
     notable = sorted(gains, key=lambda part: -abs(gains[part]))
     notable = [part for part in notable if abs(gains[part]) >= WORTH_NAMING * sum(gains.values())]
     less = [f"{gains[part]:,.1f} ms less {part}" for part in notable if gains[part] > 0]
     more = [f"{-gains[part]:,.1f} ms more {part}" for part in notable if gains[part] < 0]
-    if not less:
+    if whole <= 0 or not less:
         return "; the profiled steps do not show why"
     return f", thanks to {listed(less)}{f' and despite {listed(more)}' if more else ''}"
 
