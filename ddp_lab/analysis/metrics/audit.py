@@ -125,7 +125,8 @@ def expected_calls(
     for part in traffic:
         if not (on_mesh and on_device and part.get("group_size") == 1):
             dimension = part.get("dimension", "") if on_mesh else ""
-            figures = expected[dimension, part["kind"], part.get("made_of", "")]
+            kind = part["kind"] if part["kind"] in KINDS else "other"
+            figures = expected[dimension, kind, part.get("made_of", "")]
             figures[0] += part["count"]
             figures[1] += part["payload_bytes"]
     return expected

@@ -38,6 +38,10 @@ def test_a_right_run_passes_every_check() -> None:
     ("change", "failing"),
     [
         ({"expected_traffic": []}, {(what, rank) for what in ("all-reduce: calls", "sent in all") for rank in (0, 1)}),
+        (
+            {"expected_traffic": [{"kind": "gather", "count": 1, "payload_bytes": 8}]},  # tables show it as `other`
+            {(f"{kind}: calls", rank) for kind in ("all-reduce", "other") for rank in (0, 1)},
+        ),
         ({"train_loss": [2.0]}, {("optimizer steps", None)}),
         ({"step_samples": [8, 8]}, {("samples trained on", None)}),
         ({"eval": {"loss": 1.0, "samples": 7}}, {("samples evaluated", None)}),
