@@ -50,10 +50,8 @@ def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str
     base = all_steps_ms(records[reference])
     times = {name: all_steps_ms(record) for name, record in records.items() if name != reference}
     estimates = [paired_ratio(base, mine) for mine in times.values()]
-    found = {}
-    for (name, mine), estimate, (p_value, sign) in zip(
-        times.items(), estimates, directions(estimates, null=1.0), strict=True
-    ):
+    signs, found = directions(estimates, null=1.0), {}
+    for (name, mine), estimate, (p_value, sign) in zip(times.items(), estimates, signs, strict=True):
         logs = (np.log(mine) - np.log(base)).dropna().groupby(level=0).median()
         standing = Standing(estimate, p_value, VERDICTS[sign], np.exp(logs).to_dict())
         found[name] = standing._replace(verdict=VERDICTS[0]) if sign and standing.passes_disagree else standing
