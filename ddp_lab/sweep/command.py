@@ -125,6 +125,10 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
     config = runs.require_fit()
     on_gpu = config.device != "cpu" and sees_gpu()
     require_found(resolve_workload(config, on_gpu))
+    if on_gpu:
+        import torch  # takes seconds; it may have no use for the device whose driver is there, as under WSL
+
+        on_gpu = torch.cuda.is_available()
     if not runs.gives("--link") and not on_gpu:
         runs = replace(runs, flags=[*runs.flags, "--link", SWEEP_LINK])
     config.require_profiled_ranks(options.ranks)

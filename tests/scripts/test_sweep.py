@@ -170,7 +170,8 @@ def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
 def test_without_a_gpu_a_sweep_shows_the_physics(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch, gpus: bool, flags: list[str], link: str, said: str
 ) -> None:
-    monkeypatch.setattr(script, "sees_gpu", lambda: gpus)
+    monkeypatch.setattr(script, "sees_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
     answer = sweep.run(*flags)
     assert answer.returncode == 0 and answer.stdout.startswith(said)
     for arguments in sweep.asked.values():
