@@ -3,7 +3,7 @@
 # one, which uv makes.   scripts/in_environment.sh sweep ddp 2
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-packages='"torch", "transformers", "datasets", "hta", "plotly", "jinja2", "rich", "msgspec", "safetensors", "tomli_w"'
+packages='"torch", "transformers", "datasets", "hta", "psutil", "plotly", "jinja2", "rich", "msgspec", "safetensors", "tomli_w"'
 has_packages="import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ($packages))))"
 if command -v python >/dev/null && python -c "$has_packages" 2>/dev/null; then
   PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec python -m ddp_lab "$@"
