@@ -267,7 +267,11 @@ SPEED_COLUMNS = {
 PART_COLUMNS = {
     "profiled_step_ms": Column("step", "ms", f"profiled step; the following parts add up to it; {OF_STEPS}"),
     **{
-        name: replace(EXPOSURE_COLUMNS[name], meaning=f"{EXPOSURE_COLUMNS[name].meaning}; {OF_STEPS}")
+        name: replace(
+            EXPOSURE_COLUMNS[name],
+            label="exposed " * name.startswith("exposed_") + EXPOSURE_COLUMNS[name].label,
+            meaning=f"{EXPOSURE_COLUMNS[name].meaning}; {OF_STEPS}",
+        )
         for name in TIME_PARTS
     },
 }

@@ -11,14 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_lab.analysis.command import report_folder
-from ddp_lab.analysis.comparison.changes import exceeding, signed
-from ddp_lab.analysis.comparison.choices import report_on_choices
 from ddp_lab.analysis.comparison.fairness import FIELDS
-from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.families import FAMILIES, Family, report_root_of
-from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.runtime.cli import OneLineParser, unknown_name
 from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
@@ -33,7 +29,11 @@ LABEL = re.compile(rf"[^@]+(@[a-z]+\d+(-[a-z]+\d*)*)?(@{LEGACY_NCCL})?")
 
 def main(arguments: Sequence[str]) -> int:
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    options, more = parser.parse_known_args(arguments)
+    if more:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        several = f"{more[0]}: takes one folder (its latest two runs); for several choices: ddp-lab compare sharding"
+        parser.error(unknown_name("argument", more[0], flags) if more[0].startswith("-") else several)
     if options.what in FAMILIES:
         for flag in ("baseline", "run", "fail_above"):
             if getattr(options, flag) is not None:
@@ -90,11 +90,13 @@ def percentage(text: str) -> float:
 
 def of_family(options: argparse.Namespace) -> int:
     """Compare the latest runs of all choices, with all passes of the latest sweep."""
+    from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake
+
     family = FAMILIES[options.what]
     root = options.output_dir or Path()
     trained, sweep = trained_labels(root / "profile", family), SweepState(root, options.what, {})
-    sweep.read()
-    page = report_on_choices(root, family.report_root, trained, [], options.allow_different, sweep.runs)
+    unfinished = sweep.unfinished()
+    page = report_on_choices(root, family.report_root, trained, [], options.allow_different, sweep.runs, unfinished)
     print(f"\nreport: {page}")
     return 0
 
@@ -115,6 +117,10 @@ def of_choice(options: argparse.Namespace) -> int:
     trace_dir = Path(options.what)
     if not trace_dir.is_dir():
         raise TraceError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or profile/<choice>")
+    from ddp_lab.analysis.command import report_folder  # these take seconds, too
+    from ddp_lab.analysis.comparison.changes import exceeding, signed
+    from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
+
     choice = trace_dir.resolve().name
     root = report_root_of(choice)
     folder = options.output_dir / root / choice if options.output_dir else report_folder(trace_dir, root)

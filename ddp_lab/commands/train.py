@@ -42,9 +42,11 @@ def main(arguments: Sequence[str]) -> int:
     if flags and not flags[0].startswith("-"):
         flags = ["--ddp-choice", *flags]
     adopt_launcher(os.environ)
+    if not {flag.partition("=")[0] for flag in flags} & {"--ddp-choice", "--config", "--version"}:
+        finder.error("name a strategy first, as in: ddp-lab train zero3")
     if "RANK" in os.environ:
         return train_from_command_line(ABOUT, EVERY, arguments=flags, prog=PROG)
-    config = parse_config(ABOUT, EVERY, arguments=flags, prog=PROG)  # a mistake is answered here, once
+    config = parse_config(ABOUT, EVERY, arguments=flags, prog=PROG, besides=["--ranks"])  # a mistake is answered once
     ranks = options.ranks
     if ranks is None and config.device != "cpu" and sees_gpu():
         import torch  # takes seconds

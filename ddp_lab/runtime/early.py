@@ -53,7 +53,8 @@ def begin(config: RunConfig, arguments: Sequence[str] | None, ranks: int | None 
     except UserError as error:
         exit_with_error(f"{config.label}: {error}")
     if environ.get("RANK", "0") == "0" and not begun_by_us:
-        line = f"{config.label}: {size} ranks load torch, to train on {'GPUs' if on_gpu else 'the CPU'}"
+        who = f"{size} ranks load" if size > 1 else "1 rank loads"
+        line = f"{config.label}: {who} torch, to train on {'GPUs' if on_gpu else 'the CPU'}"
         if config.global_batch_size != samples:
             line += f"; {BATCH} is {config.global_batch_size}, since {samples} does not divide among them"
         print(line, flush=True)

@@ -33,6 +33,7 @@ def parse_config(
     aliases: Sequence[str] = (),
     arguments: Sequence[str] | None = None,
     prog: str | None = None,
+    besides: Sequence[str] = (),
 ) -> RunConfig:
     """The settings of the command line. Exits with one line where they make no sense.
 
@@ -42,6 +43,7 @@ def parse_config(
         aliases: Other names of the flag that selects the strategy.
         arguments: Default: the command line.
         prog: The command, if it starts its own ranks. Default: the entrypoint, which `torchrun` starts.
+        besides: Flags that the command takes itself, which a mistyped one may have meant.
     """
     parser = build_parser(description, registry.sentences, aliases, prog)
     try:
@@ -49,7 +51,7 @@ def parse_config(
         values, unknown = parser.parse_known_args(arguments)
         if unknown:
             known_flags = [flag for action in parser._actions for flag in action.option_strings]
-            parser.error(unknown_name("argument", unknown[0], known_flags))
+            parser.error(unknown_name("argument", unknown[0], [*besides, *known_flags]))
         if values.choice not in registry.sentences:
             parser.error(_unknown_strategy(values.choice, registry))
         if values.choice in registry.missing:

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import shlex
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from ddp_lab.analysis.errors import TraceError
 from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.data.found import require_found
-from ddp_lab.runtime.data.workloads import resolve_workload
+from ddp_lab.runtime.data.workloads import WORKLOADS, resolve_workload
 from ddp_lab.runtime.early import BATCH
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
@@ -49,12 +50,12 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # between two runs
-        return interrupted(signal.SIGINT)
+        return interrupted(signal.SIGINT, state)
     except Exception as error:
         number = getattr(error, "sigval", None)  # torchrun's SignalException, whose module takes seconds to import
         if number is None:
             raise
-        return interrupted(number)
+        return interrupted(number, state)
 
 
 def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
@@ -98,6 +99,7 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
         UserError: the settings do not fit together, or no such sweep was interrupted.
     """
     parser = build_parser(FAMILIES.get(arguments[0] if arguments else ""))
+    command = shlex.join(["ddp-lab", "sweep", *(one for one in arguments if one != "--resume")])
     arguments = with_config_file(arguments, ignored=["ddp-choice"])
     if checkpoint := given_to_resume(arguments):
         parser.error(
@@ -134,7 +136,7 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
     config.require_profiled_ranks(options.ranks)
     checkpoint_dir = options.checkpoint_dir and str(options.checkpoint_dir)
     settings = {"ranks": options.ranks, "passes": options.passes, "flags": runs.flags, "checkpoint_dir": checkpoint_dir}
-    state = SweepState(options.output_dir, options.family, settings)
+    state = SweepState(options.output_dir, options.family, settings, command)
     if options.resume:
         state.go_on()
     return runs, state, options.passes, options.resume
@@ -150,11 +152,30 @@ def given_to_resume(arguments: Sequence[str]) -> str:
     return ""
 
 
-def interrupted(number: int) -> int:
-    """Say how to continue. The exit code is that of a process that the signal ended."""
+def first_line(runs: Runs, choices: int, passes: int) -> str:
+    """What a sweep is going to do."""
+    import torch  # which has been imported by now
+
+    config = runs.config(runs.names()[0])
+    config = resolve_workload(config, config.device != "cpu" and torch.cuda.is_available())
+    length = counted(config.max_steps, "step") if config.max_steps else counted(config.epochs or 1, "epoch")
+    times = f"{counted(choices, 'choice')} x {counted(passes, 'pass')} = {counted(choices * passes, 'run')} of {length}"
+    about = WORKLOADS.get(config.workload, "").partition(",")[0]
+    about = f" ({about})" if "parameter" in about else ""
+    links = f"{config.link} for each rank; --link none is the machine as it is (docs/link.md)"
+    links = "as this machine is" if config.link == NONE else links
+    return f"{times}, workload {config.workload}{about}, links: {links}"
+
+
+def counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("es" if thing.endswith("s") else "s") * (number != 1)
+
+
+def interrupted(number: int, state: SweepState) -> int:
+    """Say what is kept, and how to continue. The exit code is that of a process that the signal ended."""
     for stopping in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stopping, signal.SIG_IGN)  # a second Ctrl-C would only print a traceback
-    line = f"error: stopped by {signal.Signals(number).name}; the same command with --resume continues"
+    line = f"error: stopped by {signal.Signals(number).name}; {state.kept()}the same command with --resume continues"
     print(line, file=sys.stderr)
     return 128 + number
 
@@ -173,17 +194,18 @@ def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
     from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake in a flag
 
     family, output_dir = runs.family, runs.output_dir
-    link = runs.config(runs.names()[0]).link
-    about = f"{link} for each rank; --link none is the machine as it is (docs/link.md)"
-    print("links:", "as this machine is" if link == NONE else about, flush=True)
-    labels = []
-    for label in runs.labels():
-        if refusal := runs.refusal(label):
+    refusals = {label: runs.refusal(label) for label in runs.labels()}
+    labels = [label for label, refusal in refusals.items() if not refusal]
+    state.planned = len(labels) * passes
+    if resumes:
+        print(f"resuming: {state.done} are done", flush=True)
+    print(first_line(runs, len(labels), passes), flush=True)
+    for label, refusal in refusals.items():
+        if refusal:
             print(f"{label}: left out: {refusal}", flush=True)
-        else:
-            labels.append(label)
     if not labels:
         raise UserError("no choice can do what these flags ask for")
+    state.write()
     failed = train(runs, state, planned(labels, passes, runs.config(labels[0]).seed), resumes)
     succeeded = [label for label in labels if label not in failed]
     try:

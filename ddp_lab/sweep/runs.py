@@ -64,7 +64,9 @@ class Runs:
 
     def config(self, label: str) -> RunConfig:
         """Exits with one line where the flags make no sense."""
-        return parse_config("", self.family.registry, arguments=self.arguments(label))
+        return parse_config(
+            "", self.family.registry, arguments=self.arguments(label), prog="ddp-lab sweep", besides=["--passes"]
+        )
 
     def require_fit(self) -> RunConfig:
         """Check that the batch and each mesh fit the ranks, and return the settings of the first run.

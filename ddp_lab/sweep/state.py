@@ -1,6 +1,7 @@
 """The file that lets an interrupted sweep continue, and tells comparisons which runs were its passes."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ class Kept(msgspec.Struct):
     settings: dict[str, Any]
     is_whole: bool
     runs: dict[str, dict[int, str]]
+    planned: int = 0
+    command: str = ""
 
 
 class SweepState:
@@ -21,15 +24,41 @@ class SweepState:
 
     Args:
         settings: What must be the same when the sweep continues.
+        command: What the user typed, without `--resume`.
 
     Attributes:
         runs: The ids of those that are finished, by label and number of the pass, from 1.
+        planned: How many they are when all are finished; 0 if that is not known yet.
     """
 
-    def __init__(self, output_dir: Path, family: str, settings: dict[str, Any]) -> None:
+    def __init__(self, output_dir: Path, family: str, settings: dict[str, Any], command: str = "") -> None:
         self._path = output_dir / "profile" / f"{family}.sweep.json"
-        self._settings = settings
+        self._settings, self._command, self.planned = settings, command, 0
+        place = [] if output_dir == Path() else ["--output-dir", str(output_dir)]
+        self._comparing = shlex.join(["ddp-lab", "compare", family, *place])
         self.runs: dict[str, dict[int, str]] = {}
+
+    @property
+    def done(self) -> str:
+        """How far it is, such as `2 of 14 runs`."""
+        return f"{sum(map(len, self.runs.values()))} of {self.planned} runs"
+
+    def kept(self) -> str:
+        """What an interrupted sweep leaves, and how to see it, as the beginning of a sentence; empty if nothing."""
+        return f"{self.done} are kept; see them: {self._comparing}; " if self.runs else ""
+
+    def unfinished(self) -> str:
+        """Read `runs` of the latest sweep; say how far it got and how to finish it, if it is not whole.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        kept = self.read()
+        if kept is None or kept.is_whole or not self.runs or not self.planned:
+            return ""
+        number = max(max(passes) for passes in self.runs.values())
+        place = f"{self.done}, pass {number} of {kept.settings['passes']}"
+        return f"The latest sweep is not finished: {place}; finish with: {self._command} --resume"
 
     def read(self) -> Kept | None:
         """Read `runs` of the latest sweep, if there is one, and return all that it has kept.
@@ -43,7 +72,7 @@ class SweepState:
             kept = msgspec.json.decode(json_bytes(self._path, 1 / 1000), type=Kept)
         except (UserError, ValueError, RecursionError) as error:
             raise UserError(f"{self._path} cannot be read ({error}); remove it and sweep anew") from None
-        self.runs = kept.runs
+        self.runs, self.planned, self._command = kept.runs, kept.planned, kept.command
         return kept
 
     def go_on(self) -> None:
@@ -77,7 +106,7 @@ class SweepState:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write {self._path}: {error.strerror}") from error
-        content = msgspec.to_builtins(Kept(self._settings, is_whole, self.runs))
+        content = msgspec.to_builtins(Kept(self._settings, is_whole, self.runs, self.planned, self._command))
         write_text(self._path, json.dumps(content, indent=2) + "\n")
 
     def add(self, label: str, number: int) -> None:

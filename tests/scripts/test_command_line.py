@@ -87,13 +87,18 @@ def trained(folder: Path, changes: dict[str, dict[str, Any]], run_id: str = "202
 
 
 def test_passes_of_a_sweep_count_together_until_a_choice_runs_again(tmp_path: Path) -> None:
-    state = SweepState(tmp_path, "ddp", {})
+    state = SweepState(tmp_path, "ddp", {"passes": 2}, "ddp-lab sweep ddp 2")
+    state.planned = 6
     for number, seconds in ((1, 0.2), (2, 0.4)):
         trained(tmp_path, {"flat_ddp": {}, "pytorch_ddp": {"step_time_s": [9.0, seconds]}}, f"20261121-09300{number}-0")
         for label in ("flat_ddp", "pytorch_ddp"):
             state.add(label, number)
     answer = compare_runs("ddp", "--output-dir", str(tmp_path))
     assert answer.returncode == 0 and "Verdicts are withheld: the machine changed during the sweep" in answer.stdout
+    said = "4 of 6 runs, pass 2 of 2; finish with: ddp-lab sweep ddp 2 --resume"
+    page = (tmp_path / "reports" / "compare.html").read_text()
+    assert said in answer.stdout and said in page and "ratio" not in answer.stdout.split("peak")[0]
+    assert '<a href="pytorch_ddp/summary.html">pytorch_ddp</a>' in page
     table = pd.read_csv(tmp_path / "reports" / "compare.csv")
     assert table.run_id.unique().tolist() == ["20261121-093001-0"] and table.verdict[0] == "withheld"
     assert "200.0 ms (pytorch_ddp, pass 1) and 400.0 ms (pytorch_ddp, pass 2)" in table.withheld[0]

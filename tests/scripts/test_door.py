@@ -10,6 +10,7 @@ import pytest
 
 from ddp_lab.__main__ import help_text, main
 from ddp_lab.commands import COMMANDS
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--workload", "mlp", "--depth", "2", "--width", "8", "--train-samples", "16", "--eval-samples", "4"]
@@ -37,13 +38,17 @@ def test_docs_list_every_command() -> None:
     assert sorted(documented) == sorted([*COMMANDS, "completion"])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "expected"),
     [
         (["docter"], "unknown command 'docter'; did you mean doctor"),
         (["train", "zero4"], "unknown strategy 'zero4'; did you mean zero3"),
         (["train", "zero3", "--max-step", "3"], "unknown argument '--max-step'; did you mean --max-steps"),
-        (["train"], "--ddp-choice"),
+        (["train", "zero3", "--rank", "2"], "unknown argument '--rank'; did you mean --ranks"),
+        (["train", "--ranks", "2"], "name a strategy first, as in: ddp-lab train zero3"),
+        (["sweep", "ddp", "2", "--choices", "x"], "(see ddp-lab sweep --help)"),
+        (["compare", "profile/a", "profile/b"], "profile/b: takes one folder (its latest two runs); for several"),
+        (["compare", "ddp", "--output", "x"], "unknown argument '--output'; did you mean --output-dir"),
         (["train", "zero3", "--ranks", "0"], "0: must be a whole number of at least 1"),
         (["bench", "strategy"], "unknown program 'strategy'; did you mean strategies"),
         (["completion", "csh"], "invalid choice: 'csh'"),

@@ -22,6 +22,7 @@ from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.sweep import command as script
 from ddp_lab.sweep import passes
 from ddp_lab.sweep.meshes import mesh_flags, mesh_labels, mesh_setting, place
+from ddp_lab.sweep.state import SweepState
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +122,17 @@ def test_passes_go_on_in_their_middle(sweep: Sweep) -> None:
 
     answer = sweep.run(*flags, train=train)
     assert f"{asked[-1][0]}: 10 of 21 (pass 2 of 3), about 0 s to go" in answer.stdout
-    assert sweep.run(*flags, "--resume", train=train).returncode == 0
+    see = f"ddp-lab compare ddp --output-dir {sweep.folder}"
+    kept = f"error: stopped by SIGINT; 9 of 21 runs are kept; see them: {see}; the same command with --resume continues"
+    assert answer.stderr == kept + "\n"
+    state = SweepState(sweep.folder, "ddp", {})
+    assert state.unfinished() == (
+        "The latest sweep is not finished: 9 of 21 runs, pass 2 of 3; finish with: ddp-lab sweep ddp 2 --passes 3 "
+        f"--output-dir {sweep.folder} {' '.join(flags)} --resume"
+    )
+    answer = sweep.run(*flags, "--resume", train=train)
+    assert answer.returncode == 0 and answer.stdout.startswith("resuming: 9 of 21 runs are done\n7 choices x 3 passes")
+    assert state.unfinished() == ""
     assert asked.pop(len(CHOICES) + 2) == asked[len(CHOICES) + 2], "the run that was stopped is done again"
     assert asked == [(label, number == 1) for label, number in passes.planned(CHOICES, 3, seed=0)]
     orders = [asked[start : start + len(CHOICES)] for start in range(0, 21, len(CHOICES))]
@@ -162,7 +173,7 @@ def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
     [
         (False, [], "2.5gbit", "links: 2.5gbit for each rank; --link none is the machine as it is (docs/link.md)"),
         (False, ["--link", "250mbit,1ms"], "250mbit,1ms", "links: 250mbit,1ms for each rank"),
-        (False, ["--link=none"], "none", "links: as this machine is"),
+        (False, ["--link=none"], "none", "sample (13 M-parameter Llama classifier), links: as this machine is"),
         (True, [], "none", "links: as this machine is"),
         (True, ["--device", "cpu"], "2.5gbit", "links: 2.5gbit for each rank"),
     ],
@@ -173,7 +184,9 @@ def test_without_a_gpu_a_sweep_shows_the_physics(
     monkeypatch.setattr(script, "sees_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
     answer = sweep.run(*flags)
-    assert answer.returncode == 0 and answer.stdout.startswith(said)
+    first, count = answer.stdout.splitlines()[0], len(sweep.asked)
+    assert answer.returncode == 0 and said in first
+    assert first.startswith(f"{count} choices x 1 pass = {count} runs of 40 steps, workload ")
     for arguments in sweep.asked.values():
         assert parse_config("", ddp.REGISTRY, (), arguments[3:]).link == link
 

@@ -51,6 +51,7 @@ def report_on_choices(
     failed: list[str],
     allowed: Iterable[str] = (),
     passes: Mapping[str, Mapping[int, str]] | None = None,
+    unfinished: str = "",
 ) -> Path:
     """Write `summary.*` of each choice and `compare.*` of all, print the table, and return the page's path.
 
@@ -61,6 +62,7 @@ def report_on_choices(
         failed: Choices without a result, which the page names. A choice whose traces are broken is added.
         allowed: Settings in which the runs may differ, named as in `ddp_lab.analysis.comparison.fairness.FIELDS`.
         passes: Run ids of the latest sweep by choice and pass. They count together if the latest run is one of them.
+        unfinished: How far that sweep got, if it is not whole.
 
     Raises:
         TraceError: there is nothing to compare, or the runs are not comparable.
@@ -94,11 +96,11 @@ def report_on_choices(
         except TraceError as error:  # the choice's step times can still be used
             print(f"error: {choice}: {error}", file=sys.stderr)
             failed.append(choice)
-    compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete)
+    compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete, unfinished)
     for sharing in compared.table["gpu_sharing"].dropna().unique():
         print(f"{sharing}: {SHARED_GPU}")
     print_table(compared.table, Console())
-    for line in compared.withheld + compared.left_out:
+    for line in [*compared.withheld, *compared.left_out, *([unfinished] if unfinished else [])]:
         print(line)
     return write_comparison(compared, output_dir / report_root)
 
@@ -147,7 +149,11 @@ def last_window(trace_dir: Path, run_id: str) -> Window:
 def print_table(table: pd.DataFrame, console: Console) -> None:
     """The most important columns, each row on one line."""
     shown = Table(box=None, pad_edge=False)
-    names = [name for name in SHOWN if name != "tokens_per_second" or table[name].notna().any()]
+    hidden = {
+        "tokens_per_second": table["tokens_per_second"].isna().all(),
+        "step_time_ratio": table["withheld"].notna().any(),
+    }
+    names = [name for name in SHOWN if not hidden.get(name)]
     for name in names:
         column = COMPARISON_COLUMNS[name]
         is_text = name in ("choice", "verdict")

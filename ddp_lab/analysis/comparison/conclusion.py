@@ -156,14 +156,13 @@ def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> str:
     rows: list[Row] = list(known.to_dict("records"))
     if len(rows) < 2:
         return ""
-    least = shown(min(rows, key=lambda row: row["peak_bytes"]), "peak_bytes")
-    lean = [row for row in rows if shown(row, "peak_bytes") == least]
+    least = min(row["peak_bytes"] for row in rows)
+    size = f"{least / 2**20:,.1f} MiB" if least >= 2**20 / 10 else f"{least / 2**10:,.1f} KiB"
+    lean = [row for row in rows if row["peak_bytes"] == least]
     if len(lean) == len(rows):
-        return f"All need the same memory: {least} MiB at the peak of a step."
+        return f"All need the same memory: {size} at the peak of a step."
     names = [row["choice"] for row in lean]
-    others = [row["choice"] for row in rows if row["choice"] not in names]
-    who = f"{listed(names)} need{'s' * (len(names) == 1)}" if len(names) < 4 else f"All but {listed(others)} need"
-    needs = f"{who} least memory, {least} MiB at the peak of a step"
+    needs = f"Least peak memory: {size} ({', '.join(names)})"
     best = next((row for row in rows if row["choice"] not in to_fastest), None) if to_fastest else None
     if best is None or best["choice"] in names:
         return f"{needs}."
@@ -172,7 +171,8 @@ def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> str:
         SLOWER: f"; {names[0]} takes {standing.estimate.value:.2f} times as long",
         ALIKE: f"; the step time of {names[0]} cannot be told apart from it",
     }
-    share = f"{1 - lean[0]['peak_bytes'] / best['peak_bytes']:.0%} less than {best['choice']}".replace("%", " %")
+    less = 100 * (1 - least / best["peak_bytes"])
+    share = f"{less:.0f} % less than {best['choice']}" if less >= 1 else f"under 1 % less than {best['choice']}"
     return f"{needs}, {share}{cost.get(standing.verdict, '')}."
 
 

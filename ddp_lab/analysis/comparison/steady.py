@@ -91,7 +91,10 @@ def steady(records: Mapping[str, Run], traced: Mapping[str, Traced]) -> Steady:
     most = max(len(passes_of(record)) for record in records.values())
     if most == 1:
         withheld += across_choices(records, traced)
-    when, again = ("during the sweep", f"--passes {2 * most}") if most > 1 else ("between the runs", "sweep in passes")
+    swept = any("passes" in record for record in records.values())
+    when = "during the sweep" if swept else "between the runs"
+    again = "finish a sweep of --passes 2" if swept else "in passes: ddp-lab sweep FAMILY RANKS"
+    again = f"--passes {2 * most}" if most > 1 else again
     sentence = f"the machine changed {when}: {max(withheld)[1]}; run again, or {again}" if withheld else ""
     return Steady(dict(records), sentence, []) if sentence else Steady(kept, "", [said for _, said in left_out])
 

@@ -36,7 +36,7 @@ def find_windows(trace_dir: Path) -> list[Window]:
         TraceError: there is no such folder, or no trace in it.
     """
     if not trace_dir.is_dir():
-        raise TraceError(f"{trace_dir}: no such folder; train first, then give profile/<choice> as --trace-dir")
+        raise TraceError(f"{trace_dir}: no such folder; train first, then give profile/<choice>")
     paths = [
         path
         for path in sorted(trace_dir.rglob("*"))

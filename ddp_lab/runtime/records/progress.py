@@ -15,11 +15,11 @@ PLAIN_LINES = 6
 
 
 def describe(result: TrainingResult) -> str:
-    """The latest loss and step time, e.g. `loss 1.234  step time 270 ms`."""
+    """The latest loss and step time, e.g. `loss 1.234  step time 270 ms`, or `loss 1.234  (profiled, not timed)`."""
     step_time = result.step_time_s[-1]
-    shown = "profiled" if step_time is None else f"{step_time * 1000:.0f} ms"
+    shown = "(profiled, not timed)" if step_time is None else f"step time {step_time * 1000:.0f} ms"
     loss = result.loss[-1]
-    return f"loss {'not finite' if loss is None else f'{loss:.3f}'}  step time {shown}"
+    return f"loss {'not finite' if loss is None else f'{loss:.3f}'}  {shown}"
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callab
 def start_line(label: str, start_s: Mapping[str, float]) -> str:
     """Where the time until the end of the first step went, in seconds."""
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start_s.items())
-    return f"{label}: started in {sum(start_s.values()):.1f} s: {parts}"
+    return f"{label}: start-up took {sum(start_s.values()):.1f} s: {parts}"
 
 
 def summary_line(label: str, record: dict[str, Any], path: str) -> str:
@@ -66,11 +66,11 @@ def summary_line(label: str, record: dict[str, Any], path: str) -> str:
         parts[0] += f", and of {record['config']['outer_link']} between {record['config']['nodes']} nodes"
     if record["compile"]:
         parts.append(compiled(record["compile"]))
+    parts.append("no timed step" if median is None else f"median step {median * 1000:.0f} ms")
     if median is not None:
-        parts.append(f"median step {median * 1000:.0f} ms")
-        parts.append(f"{record['samples_per_second']:.1f} samples/s")
+        parts.append(f"mean {record['samples_per_second']:.1f} samples/s")
         if record["tokens_per_second"] is not None:
-            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+            parts.append(f"mean {record['tokens_per_second']:,.0f} tokens/s")
     if skipped := len(record["skipped_steps"]):
         parts.append(f"{skipped} of {len(record['train_loss'])} steps skipped by the loss scale")
     parts.append(f"eval loss {evaluation['loss']:.3f}")

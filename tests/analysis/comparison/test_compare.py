@@ -129,19 +129,26 @@ def test_compute_of_equal_work_takes_equal_time() -> None:
     alone = {name: timed(name, 0.1) | {"shards": []} for name in ("a", "b")}
     found = steady(alone, {"a": computing(252), "b": computing(5000)}).withheld
     said = "the machine changed between the runs: compute of equal work took 253.3 ms (a) and 5,025.0 ms (b); run again"
-    assert found.startswith(said)
+    assert found.startswith(said) and found.endswith(", or in passes: ddp-lab sweep FAMILY RANKS")
+    stopped = {name: in_passes(name, 0.1) | {"shards": []} for name in ("a", "b")}
+    found = steady(stopped, {"a": computing(252), "b": computing(5000)}).withheld
+    assert found.endswith("; run again, or finish a sweep of --passes 2")
     assert not steady(alone, {"a": computing(252), "b": computing(350)}).withheld
     sharded = alone | {"b": alone["b"] | {"shards": ["gradients"]}}
     assert not steady(sharded, {"a": computing(252), "b": computing(5000)}).withheld
 
 
 def test_a_disturbed_pass_withholds_every_claim(tmp_path: Path) -> None:
-    records = {"pytorch_ddp": in_passes("pytorch_ddp", 0.1, 0.1), "b": in_passes("b", 0.09, 0.45)}
+    """Nor is anything ranked by time."""
+    records = {"pytorch_ddp": in_passes("pytorch_ddp", 0.5, 0.5), "b": in_passes("b", 0.09, 0.45)}
     found = Compared(records, {}, "pytorch_ddp", [], [])
     text = write_comparison(found, tmp_path).read_text()
     assert "The verdict is withheld: the machine changed during the sweep: a step of equal work took 90.9 ms" in text
     assert "fastest," not in text and "times as long" not in text and "Believe" not in text
-    assert text.count("the machine changed") == 1 and "0.90 4.50" in text
+    assert text.count("the machine changed") == 1 and "0.18 0.90" in text
+    first = text[: text.index("<section")]
+    assert "step_time_ratio" not in first and first.index("<b>pytorch_ddp") < first.index("<b>b<")
+    assert "ratio of step time, ×" in text and "ratio of peak memory, ×" in text and "(1.0 thousand parameters)" in text
     assert found.withheld == [f"Verdicts are withheld: {found.steadiness[0].withheld}."] and not found.left_out
     assert pd.read_csv(tmp_path / "compare.csv")["withheld"].str.contains("--passes 4").all()
 
@@ -182,8 +189,8 @@ def test_the_fastest_and_why() -> None:
         "fast and alike are fastest (they cannot be told apart), 2.00 times as fast as the reference ref (100.5 ms a "
         "step against 201.0 ms), thanks to 55.0 ms less exposed communication and 38.5 ms less compute. Believe it, "
         "unless the machine changed between the runs: over 40 pairs of steps, a step of fast takes 0.50 to 0.50 of one "
-        "of ref (95 % interval) and losses are at most 0 nats apart. ref needs least memory, 10.0 MiB at the peak of a "
-        "step, 50 % less than fast; ref takes 2.00 times as long."
+        "of ref (95 % interval) and losses are at most 0 nats apart. Least peak memory: 10.0 MiB (ref), 50 % less than "
+        "fast; ref takes 2.00 times as long."
     )
 
 
@@ -244,7 +251,8 @@ def test_what_does_not_compare_is_not_judged() -> None:
     records = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1)}
     no_winner = "Step times cannot be compared here, so no choice wins."
     text = words(records, affected=["step times"], ref=10, fast=20)
-    assert text == f"{no_winner} ref needs least memory, 10.0 MiB at the peak of a step."
+    assert text == f"{no_winner} Least peak memory: 10.0 MiB (ref)."
+    assert words(records, affected=["step times"], ref=0.0625, fast=0.03125).endswith("memory: 32.0 KiB (fast).")
     assert words(records, affected=["step times", "memory"]) == no_winner
 
 

@@ -31,7 +31,7 @@ def test_the_start_by_phase(monkeypatch: pytest.MonkeyPatch, resumes_at: int) ->
     phases.between_steps("finishing")
     expected = {"importing": 2, "reading data": 1.5, "building the model": 4, "first step": 11}
     assert phases.start_s == expected
-    line = "zero3: started in 18.5 s: importing 2.0, reading data 1.5, building the model 4.0, first step 11.0"
+    line = "zero3: start-up took 18.5 s: importing 2.0, reading data 1.5, building the model 4.0, first step 11.0"
     assert start_line("zero3", phases.start_s) == line
     phases.record_phases_in(None)
 

@@ -1,6 +1,6 @@
 """The report on all choices side by side: `compare.html` and `compare.csv`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, Column, kinds_run
-from ddp_lab.analysis.comparison.compare import comparison, standings
+from ddp_lab.analysis.comparison.compare import RATIOS, comparison, standings
 from ddp_lab.analysis.comparison.conclusion import Verdict, fastest, leanest, verdict
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Difference, affected, by_class, class_of
 from ddp_lab.analysis.comparison.steady import COMPUTE, MOST, STEP, Steady, steady, work_of
@@ -57,6 +57,7 @@ class Compared:
         failed: Choices without a result.
         differences: What the runs differ in besides their choice, as the user allowed.
         incomplete: Choices without traces of some ranks. The page shows no figures of their traces.
+        unfinished: How far the sweep got, if it is not whole.
     """
 
     records: Mapping[str, dict[str, Any]]
@@ -65,6 +66,7 @@ class Compared:
     failed: Sequence[str]
     differences: Sequence[Difference]
     incomplete: Sequence[str] = ()
+    unfinished: str = ""
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -104,12 +106,17 @@ def write_comparison(compared: Compared, folder: Path) -> Path:
     """
     write_csv(folder / "compare.csv", compared.table)
     page = folder / "compare.html"
-    write_page(page, comparison_page(compared))
+    written = [*compared.traced, *compared.incomplete]
+    write_page(page, comparison_page(compared, [one for one in written if (folder / one / "summary.html").exists()]))
     return page
 
 
-def comparison_page(compared: Compared) -> str:
-    """What every reader needs first, and below it what explains it, folded."""
+def comparison_page(compared: Compared, linked: Collection[str] = ()) -> str:
+    """What every reader needs first, and below it what explains it, folded.
+
+    Args:
+        linked: Choices whose `summary.html` is in a folder beside the page.
+    """
     parted = len(compared.groups) > 1
     meshes = compared.table["mesh"].nunique(dropna=False)
     more = [NOT_ACROSS] if parted else []
@@ -128,8 +135,8 @@ def comparison_page(compared: Compared) -> str:
         "Strategies side by side",
         summary_lines(compared),
         [replace(section, folded=True) for section in sections],
-        banner(compared.differences, "choice"),
-        opening(verdicts(compared), compared.table),
+        " ".join(filter(None, (compared.unfinished, banner(compared.differences, "choice")))),
+        opening(verdicts(compared), compared.table, linked),
     )
 
 
@@ -139,8 +146,10 @@ def summary_lines(compared: Compared) -> list[str]:
     config = first["config"]
     link = "" if (rate := config.get("link", "none")) == "none" else f", simulated links of {rate}"
     classes = listed([class_of(next(iter(group.values()))) for group in by_class(compared.records)])
+    size = first["parameters"]
+    parameters = f"{size / 1e6:.1f} M" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
     lines = [
-        f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks "
+        f"Workload {config['workload']} ({parameters} parameters), {first['world_size']} ranks "
         f"over {first['backend']} ({classes}) on {first['device_name']}{link}; "
         f"global batch {config['global_batch_size']} samples in {config['grad_accum_steps']} micro-batches a rank, "
         f"{config['precision']}.",
@@ -180,9 +189,11 @@ def figures_sections(compared: Compared) -> list[Section]:
     differ: list[list[dict[str, Any]]] = []
     alike: list[list[dict[str, Any]]] = []
     rows = table.to_dict("records")
+    ratio_of = {ratio: name for name, ratio in RATIOS.items()}
     for name, column in COMPARISON_COLUMNS.items():
         if name not in ("choice", "withheld") and table[name].notna().any() and not name.startswith(silent):
-            figure = cell("", f"{column.label}, {column.unit}" if column.unit else column.label, FIGURE)
+            label = f"ratio of {COMPARISON_COLUMNS[ratio_of[name]].label}" if name in ratio_of else column.label
+            figure = cell("", f"{label}, {column.unit}" if column.unit else label, FIGURE)
             values = [cell(name, row[name], column) for row in rows]
             is_alike = len(rows) > 1 and len({value["value"] for value in values}) == 1
             kept, shown = (alike, values[:1]) if is_alike else (differ, values)

@@ -1,7 +1,8 @@
 """The first screen of `compare.html`: who won, one picture and one table. It needs no script."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
 from markupsafe import Markup
@@ -27,14 +28,23 @@ COLUMNS = CHOICE | {
 """A narrow screen shows the first five."""
 
 
-def opening(verdicts: Sequence[tuple[str, Verdict, str]], comparison: pd.DataFrame) -> Markup:
-    """The first screen as HTML, with the fastest choice on top.
+def opening(
+    verdicts: Sequence[tuple[str, Verdict, str]], comparison: pd.DataFrame, linked: Collection[str] = ()
+) -> Markup:
+    """The first screen as HTML, with the fastest choice on top; without any rank by time where verdicts are withheld.
 
     Args:
         verdicts: For each group of runs that are compared: which it is, its verdict, and what needs least memory.
         comparison: The table of `ddp_lab.analysis.comparison.compare.comparison`.
+        linked: Choices whose name leads to their `summary.html`.
     """
-    ranked = comparison.sort_values("step_time_ms_median", kind="stable")
+    withheld = comparison["withheld"].notna().any()
+    ranked = comparison if withheld else comparison.sort_values("step_time_ms_median", kind="stable")
+    shown_columns = [name for name in COLUMNS if not (withheld and name == "step_time_ratio")]
+    choices = table("choices", ranked[shown_columns], COLUMNS)
+    for name, *_ in choices["rows"]:
+        if name["value"] in linked:
+            name["link"] = f"{quote(name['value'])}/summary.html"
     timed = ranked.dropna(subset=["step_time_ms_median"])
     end = axis_end(timed["step_time_ms_median"])
     bars = [bar(row, end) for row in timed.to_dict("records")]
@@ -45,7 +55,8 @@ def opening(verdicts: Sequence[tuple[str, Verdict, str]], comparison: pd.DataFra
             verdicts=verdicts,
             bars=bars,
             legend=[part for part in (*PARTS, NOT_TRACED) if part in drawn],
-            table=table("choices", ranked[list(COLUMNS)], COLUMNS),
+            table=choices,
+            heading="Choices" if withheld else "Choices, the fastest first",
         )
     )
 
