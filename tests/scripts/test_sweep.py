@@ -253,7 +253,8 @@ def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep: Sweep) -> None:
         config = parse_config("", tensor_parallel.REGISTRY, (), arguments[3:])
         assert config.label == label and (config.workload, config.lr) == ("sample-lm", 0.1)
         assert arguments[:3] == ["-m", "ddp_lab", "train"]
-    for flags, workload in ((["--workload", "mlp"], "mlp"), (["--task", "causal-lm", "--model", "M"], "auto")):
+    own = ["--task", "causal-lm", "--model", "M", "--dataset", "D"]
+    for flags, workload in ((["--workload", "mlp"], "mlp"), (own, "auto")):
         mesh_sweep.run(*flags, train=stopped_in(ON_FOUR[0]))
         assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]][3:]).workload == workload
 

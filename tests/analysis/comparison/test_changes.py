@@ -28,7 +28,8 @@ def traced(ms: list[float], calls: float, exposed: float = 0.2) -> Traced:
     steps = pd.DataFrame(rows).assign(exposed_wait_ms=0.0, exposed_copy_ms=0.0, idle_ms=0.0)
     steps["compute_ms"] = steps["step_ms"] - steps["exposed_transfer_ms"]
     kinds = {"all_reduce_calls_per_step": calls, "all_reduce_bytes_per_step": 100 * calls}
-    kinds |= {"collective_calls_per_step": calls, "collective_bytes_per_step": 100 * calls}
+    sums = {"collective_calls_per_step": calls, "collective_bytes_per_step": 100 * calls}
+    kinds |= sums | {"collective_sent_bytes_per_step": 100 * calls}
     table = pd.DataFrame([kinds, kinds]).reindex(columns=[*ZEROS, *kinds]).fillna(dict.fromkeys(ZEROS, 0.0))
     return Traced(table, steps, pd.DataFrame(columns=["result", "subject"]), None, 0)  # type: ignore[arg-type]
 
