@@ -51,10 +51,12 @@ def main() -> int:
     options = parser.parse_args()
     path = ROOT / "docs" / "results.json"
     data: Data = json.loads(path.read_text())
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]  # before data are written
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
     try:
         for name in [] if options.check or options.render else options.only:
             print(f"{name} ...", flush=True)
-            found = data | {name: measure(sections[name])}
+            found = data | {name: measure(sections[name], commit)}
             data = {each: found[each] for each in sections if each in found}
             path.write_text(json.dumps(data, indent=1) + "\n")
         stale = render(ROOT, data, is_dry=options.check)
@@ -66,7 +68,7 @@ def main() -> int:
     return int(options.check and bool(stale))
 
 
-def measure(section: dict[str, Any]) -> dict[str, Any]:
+def measure(section: dict[str, Any], commit: str) -> dict[str, Any]:
     """Run a section's commands; its rows, and how and when they were measured.
 
     Raises:
@@ -80,10 +82,9 @@ def measure(section: dict[str, Any]) -> dict[str, Any]:
             run(command.format(folder=folder))
         paths = sorted(Path(folder).glob(section["tables"]), key=lambda path: path.stat().st_mtime)
         rows = [row for path in paths for row in pd.read_csv(path).to_dict("records")]
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
     return {
         "machine": machine(),
-        "commit": subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown",
+        "commit": commit,
         "commands": [command.format(folder="FOLDER") for command in section["commands"]],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seconds": round(time.monotonic() - started),
