@@ -2,9 +2,8 @@
 
     python scripts/check_streams.py                         # every choice that is not DeepSpeed's
     python scripts/check_streams.py --choices zero3 --model branching --micro-batches 3
-    python scripts/check_streams.py --markdown              # the table of docs/streams.md
 
-Exit code 0: no race. 1: a race was found; it is printed. 2: wrong command line.
+It prints the table of docs/streams.md. Exit code 0: no race. 1: a race was found; it is printed. 2: wrong command line.
 """
 
 import argparse
@@ -17,8 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import ddp
 import sharding
@@ -39,21 +36,13 @@ def main() -> int:
     models = [*MODELS, "branching", "normed", "deep"]
     parser.add_argument("--model", choices=models, default="llama", help="of tests/models.py (default: %(default)s)")
     parser.add_argument("--micro-batches", type=at_least(1), default=1, help="of a step (default: %(default)s)")
-    parser.add_argument("--markdown", action="store_true", help="print a table in Markdown")
     options = parser.parse_args()
     wanted = options.choices.split(",")
     if unknown := [name for name in wanted if name not in CHOICES]:
         parser.error(f"--choices {', '.join(unknown)}: no such choice; there are {', '.join(CHOICES)}")
     torch.set_num_threads(1)
     seen = {name: look(name, options.model, options.micro_batches) for name in wanted}
-    rows = rows_of(seen, options.model, options.micro_batches)
-    if options.markdown:
-        print(markdown(rows))
-    else:
-        table = Table(*COLUMNS, title=f"a step of {options.micro_batches} micro-batches, model {options.model}")
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
+    print(markdown(rows_of(seen, options.model, options.micro_batches)))
     for name, one in seen.items():
         for text, count in one.races.most_common():
             print(f"race: {name}: {text} ({count} times)")

@@ -1,4 +1,4 @@
-"""The notebook for one GPU: it is what its script makes, and runs on a CPU. On a GPU its flags are others."""
+"""The notebook for one GPU runs on a CPU. On a GPU its flags are others."""
 
 import subprocess
 import sys
@@ -11,22 +11,20 @@ from nbclient import NotebookClient
 
 import ddp
 from ddp_lab.runtime.flags import parse_config
-from examples.make_notebook import CELLS, NOTEBOOK, made
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_notebook_is_what_its_script_makes() -> None:
-    assert NOTEBOOK.read_text() == made(), "run: python examples/make_notebook.py"
+NOTEBOOK = ROOT / "examples" / "one_gpu.ipynb"
 
 
 def test_flags_go_with_the_gpu() -> None:
     """The cell that asks torch, with the answers of a CPU, a T4 and an H100."""
-    (cell,) = (text for text in CELLS if "capability" in text)
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    assert not any(cell.get("outputs") for cell in cells), "it is kept without outputs"
+    (code,) = (cell.source for cell in cells if "capability" in cell.source)
     for answer, precision, shares in (("0", "fp32", False), ("7", "fp16", True), ("9", "bf16", True)):
         names: dict[str, str] = {}
         with mock.patch.object(subprocess, "run", lambda *_, answer=answer, **__: mock.Mock(stdout=answer)):
-            exec(cell, {"subprocess": subprocess}, names)
+            exec(code, {"subprocess": subprocess}, names)
         config = parse_config("", ddp.REGISTRY, arguments=["--ddp-choice", "flat_ddp", *names["flags"].split()])
         assert (config.strategy.precision, config.share_gpu) == (precision, shares)
 

@@ -136,7 +136,7 @@ def test_runs_on_several_meshes_stand_in_one_table(tmp_path: Path) -> None:
     assert table.mesh.tolist() == ["dp=1,tp=2", "dp=2", "dp=2", "dp=2,tp=1"]
     assert table.verdict.tolist()[1] == "reference"
     page = (tmp_path / "reports_parallel" / "compare.html").read_text()
-    assert "What differs besides the choice and mesh" in page and "dp=1,tp=2" in page
+    assert "In all other settings that are compared, the runs agree" in page and "dp=1,tp=2" in page
 
 
 def test_train_starts_its_ranks_and_a_script_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

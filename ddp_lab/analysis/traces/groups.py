@@ -13,7 +13,7 @@ import pandas as pd
 EVERYBODY = "all ranks"
 """The name of the only process group in a trace that names none, and of one of all ranks."""
 MARK = "group ranks "
-NAMED = re.compile(r"ranks (?P<ranks>\d[\d, -]*)(?: by (?P<by>\d+))?(?P<which>(?:, (?P<what>[a-z].*?))?(?: \(\d+\))?)")
+NAMED = re.compile(r"ranks (?P<ranks>\d[\d, -]*)(?: by (?P<by>\d+))?(?P<which>(?:, [a-z].*?)?(?: \(\d+\))?)")
 MOST_RANKS = 10**6
 """More in one name are an error in the trace."""
 
@@ -50,12 +50,6 @@ def shown(name: str, world_size: int) -> str:
     whole = NAMED.fullmatch(name)
     is_everybody = whole and len(ranks_of(name, world_size)) == world_size
     return EVERYBODY + (whole["which"] or "") if whole and is_everybody else name
-
-
-def purpose(name: str) -> str:
-    """What the group of this name is for; empty if the name does not say."""
-    whole = NAMED.fullmatch(name.replace(EVERYBODY, "ranks 0"))
-    return (whole["what"] or "") if whole else ""
 
 
 def ranks_of(name: str, world_size: int) -> tuple[int, ...]:

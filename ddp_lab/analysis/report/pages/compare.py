@@ -22,7 +22,7 @@ from ddp_lab.analysis.report.figures.lanes_figure import lanes_by_choice_figure
 from ddp_lab.analysis.report.figures.memory import memory_figure
 from ddp_lab.analysis.report.figures.times import loss_figure
 from ddp_lab.analysis.report.page import Section, cell, drawing, render, titled, write_page
-from ddp_lab.analysis.report.pages.heads import audit_lines, banner, fairness_section, labels
+from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.report.pages.opening import opening
 from ddp_lab.analysis.traces.collectives import KINDS
 
@@ -118,8 +118,9 @@ def comparison_page(compared: Compared, linked: Collection[str] = ()) -> str:
         linked: Choices whose `summary.html` is in a folder beside the page.
     """
     parted = len(compared.groups) > 1
-    meshes = compared.table["mesh"].nunique(dropna=False)
     more = [NOT_ACROSS] if parted else []
+    if not compared.differences:
+        more.append("In all other settings that are compared, the runs agree, as far as their records say.")
     more += dict.fromkeys(line for record in compared.records.values() for line in labels(record))
     sections = [
         *figures_sections(compared),
@@ -127,9 +128,6 @@ def comparison_page(compared: Compared, linked: Collection[str] = ()) -> str:
         *memory_section(compared.table),
         Section("Training loss", loss_text(compared), figure=drawing(loss_figure(compared.records))),
         Section("How this was measured and tested", " ".join([HOW_TESTED, *more])),
-        fairness_section(
-            compared.differences, "choice and mesh" if meshes > 1 else "choice", [BACKEND_CLASS] if parted else []
-        ),
     ]
     return render(
         "Strategies side by side",

@@ -1,15 +1,13 @@
-"""Sections of the summary page on exposed communication: how long, which rank was late, and which calls."""
+"""Sections of the summary page on exposed communication: how long, and which rank was late."""
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import BUCKET_COLUMNS, EXPOSURE_COLUMNS, Column
-from ddp_lab.analysis.metrics.buckets import MOST_PLACES, buckets
+from ddp_lab.analysis.columns import EXPOSURE_COLUMNS, Column
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.stragglers import by_rank, has_stages, stragglers, verdict
 from ddp_lab.analysis.report.figures.ranks import ranks_figure
 from ddp_lab.analysis.report.figures.times import parts_figure
 from ddp_lab.analysis.report.page import Section, drawing, table
-from ddp_lab.analysis.report.pages.mesh import by_dimension
 from ddp_lab.analysis.report.pages.ranks import abridged, representatives
 
 LATE_COLUMNS = {
@@ -23,7 +21,6 @@ LATE_COLUMNS = {
 }
 ENOUGH_STEPS = 4
 """With fewer analysed steps a heat map says no more than the table."""
-BUCKETS_SHOWN = 32
 
 
 def exposure_sections(exposure: Exposure) -> list[Section]:
@@ -40,13 +37,7 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
             figure=drawing(parts_figure([f"rank {rank}" for rank in drawn["rank"]], drawn)),
         )
     ]
-    if exposure.collectives.empty:
-        return sections
-    return [
-        *sections,
-        straggler_section(exposure),
-        bucket_section(by_dimension(exposure.collectives), exposure.steps["step"].nunique()),
-    ]
+    return sections if exposure.collectives.empty else [*sections, straggler_section(exposure)]
 
 
 def unmatched(calls: pd.DataFrame) -> str:
@@ -85,23 +76,4 @@ def straggler_section(exposure: Exposure) -> Section:
         text,
         table=table("late", shown[list(LATE_COLUMNS)], LATE_COLUMNS),
         figure=drawing(ranks_figure(late, panels)) if late["step"].nunique() >= ENOUGH_STEPS else None,
-    )
-
-
-def bucket_section(calls: pd.DataFrame, steps: int) -> Section:
-    """Calls by bucket; of many, those with the most exposed time."""
-    rows = buckets(calls, steps)
-    most = rows.sort_values("exposed_ms_per_step", ascending=False, kind="stable").head(BUCKETS_SHOWN).sort_index()
-    few = f"The {len(most)} of {len(rows)} with the most exposed time. " if len(most) < len(rows) else ""
-    columns = {name: column for name, column in BUCKET_COLUMNS.items() if name != "group" or rows[name].nunique() > 1}
-    return Section(
-        "Calls by bucket",
-        f"{few}A row for each call of the step. If a step has more than {MOST_PLACES}, calls of one kind and size "
-        "share a row. Means over steps and ranks; times of a call are medians. A start below 0 is before the end of "
-        "backward: only such a bucket can be hidden. busbw is payload over the time from the last rank's arrival to "
-        "the last rank's end, times nccl-tests' factor, so it can be compared with the rate of the link. A median far "
-        "below the best lost time to other work, or to collectives that shared the link. collectives.csv has every "
-        "call of every rank.",
-        folded=True,
-        table=table("places", most, columns),
     )

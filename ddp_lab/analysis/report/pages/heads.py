@@ -3,16 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_lab.analysis.columns import Column
-from ddp_lab.analysis.comparison.fairness import SETTINGS, Difference, affected
-from ddp_lab.analysis.report.page import Section, cell, titled
+from ddp_lab.analysis.comparison.fairness import Difference, affected
 from ddp_lab.record_format import SHARED_GPU
-
-COLUMNS = (
-    Column("setting", "", "in which the runs differ"),
-    Column("values and their runs", "", "from the run records"),
-    Column("cannot be compared", "", "figures that depend on the setting"),
-)
 
 
 def labels(record: dict[str, Any] | None) -> list[str]:
@@ -65,22 +57,6 @@ def banner(differences: Sequence[Difference], what: str) -> str:
     settings = "; ".join(f"{found.name} ({found.listed})" for found in differences)
     figures = ", ".join(affected(differences))
     return f"These runs differ in more than their {what}: {settings}. These figures cannot be compared: {figures}."
-
-
-def fairness_section(differences: Sequence[Difference], what: str, apart: Sequence[str] = ()) -> Section:
-    """What the runs differ in besides `what`, and besides settings whose values are kept apart."""
-    heading = f"What differs besides the {' and '.join((what, *apart))}"
-    if not differences:
-        agreed = sum(name not in apart for name in SETTINGS)
-        return Section(
-            heading, f"Nothing. The run records agree, as far as they say, in all {agreed} settings compared."
-        )
-    rows = [
-        [cell("", text, column) for text, column in zip(row, COLUMNS, strict=True)]
-        for row in ((found.name, found.listed, ", ".join(found.affects)) for found in differences)
-    ]
-    text = f"Differences of these figures may not come from the {what}: {', '.join(affected(differences))}."
-    return Section(heading, text, table=titled("differences", COLUMNS, rows))
 
 
 def audit_lines(failed_checks: Mapping[str, Sequence[str]]) -> list[str]:

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterable
 
-import pandas as pd
-
 from ddp_lab.analysis.columns import DIMENSION_COLUMNS
 from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.dimensions import mean_by_dimension
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.report.page import Section, table
-from ddp_lab.analysis.traces.groups import purpose
 
 
 def mesh_section(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int]) -> list[Section]:
@@ -31,11 +28,3 @@ def mesh_section(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int]) ->
             table=table("dimensions", shown.drop(columns="step", errors="ignore"), DIMENSION_COLUMNS),
         )
     ]
-
-
-def by_dimension(calls: pd.DataFrame) -> pd.DataFrame:
-    """`calls` with what the group is for in the place of its name, so that equal calls share a row: what its maker
-    says, else its dimension, unless another group is named so."""
-    said = calls["group"].map({name: purpose(name) for name in calls["group"].unique()}).astype(object)
-    plain = calls["dimension"].where((calls["dimension"] != "") & ~calls["dimension"].isin(said), calls["group"])
-    return calls.assign(group=said.where(said != "", plain))
