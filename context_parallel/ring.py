@@ -1,0 +1,135 @@
+"""Ring attention: queries stay, keys and values go around.
+
+Each rank has the queries, keys and values of its part of the tokens. It attends to its own keys first, then to those
+of the rank before it, and so on. While it computes a block, the keys and values of the next one are on their way, so
+that only what takes longer than a block is waited for. Outputs of blocks are put together by the logarithms of their
+sums, in fp32 (Liu et al., 2023, "Ring attention with blockwise transformers").
+
+In backward keys and values go around once more, and their gradients behind them, in fp32: each rank adds its part to
+what comes in, and sends it on. The gradients of a rank's own keys arrive at home with the last message. A rank sends
+2(n-1) messages of its keys and values, and n-1 of their gradients, for each attention of a step.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from context_parallel.blocks import Mask, kernel_for, mask_of
+from context_parallel.layout import Block, Layout
+
+
+class Coming:
+    """A tensor on its way here, and the one that goes out at the same time."""
+
+    def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
+        self._sent, self._received, self._works = sent, received, works
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+class Ring:
+    """Ranks in a circle: each sends to the next and receives from the one before."""
+
+    def __init__(self, group: dist.ProcessGroup, zigzag: bool = False) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.layout = Layout(self.size, zigzag)
+
+    def shift(self, tensor: Tensor) -> Coming:
+        """Send a contiguous tensor to the next rank, and receive one like it."""
+        received, after, before = torch.empty_like(tensor), (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        messages = [
+            dist.P2POp(dist.isend, tensor, group=self._group, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=self._group, group_peer=before),
+        ]
+        return Coming(tensor, received, dist.batch_isend_irecv(messages))
+
+    def turns(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Whose tensor it is, and the tensor: this rank's, then those of the ranks before it. While the caller works
+        with one, the next is on its way."""
+        here = own
+        for step in range(self.size - 1):
+            coming = self.shift(here)
+            yield (self.rank - step) % self.size, here
+            here = coming.wait()
+        yield (self.rank + 1) % self.size, here
+
+    def seen(self, source: int, length: int, documents: Tensor | None, dtype: torch.dtype) -> tuple[Block, Mask] | None:
+        """The block of this rank's queries and the keys of `source`; None if it is empty.
+
+        Args:
+            length: Tokens of each rank.
+            documents: See `RingAttention`.
+            dtype: Of the scores.
+        """
+        block, parts = self.layout.block(self.rank, source, length), None
+        if block is not None and documents is not None:
+            mine, theirs = self.layout.part(documents, self.rank), self.layout.part(documents, source)
+            parts = mine[:, block.first_query :], theirs[:, : block.keys]
+        return None if block is None else (block, mask_of(parts, block.causal, dtype))
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention of the tokens of all ranks.
+
+    Shapes: queries (batch, heads, tokens of this rank, features), keys and values (batch, key-value heads, tokens of
+    this rank, features), in the order of the ring's layout.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring, scale: float
+    ) -> Tensor:
+        """
+        Args:
+            documents: The number of the document of each token of the whole sequence, (batch, tokens of all ranks).
+                Tokens see their own document alone. None: there is one.
+        """
+        kernel, exact = kernel_for(q, documents is not None), torch.promote_types(q.dtype, torch.float32)
+        out = lse = q
+        for source, (k_here, v_here) in ring.turns(torch.stack([k, v])):
+            if (seen := ring.seen(source, q.shape[2], documents, q.dtype)) is None:
+                continue
+            block, mask = seen
+            one, one_lse = kernel.forward(*block.of(q, k_here, v_here), mask, scale)
+            if source == ring.rank:
+                out, lse = one.to(exact), one_lse.contiguous()
+                continue
+            out_seeing, lse_seeing = out[:, :, block.first_query :], lse[:, :, block.first_query :]
+            out_seeing.lerp_(one.to(exact), (one_lse - lse_seeing).sigmoid()[..., None])
+            lse_seeing.copy_(torch.logaddexp(lse_seeing, one_lse))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, documents)
+        ctx.ring, ctx.scale = ring, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, documents = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        kernel, exact = kernel_for(q, documents is not None), torch.promote_types(q.dtype, torch.float32)
+        of_q, own = torch.zeros_like(q, dtype=exact), torch.zeros((2, *k.shape), dtype=exact, device=k.device)
+        coming: Coming | None = None
+        for source, (k_here, v_here) in ring.turns(torch.stack([k, v])):
+            of_kv = own if source == ring.rank else torch.zeros_like(own)
+            if (seen := ring.seen(source, q.shape[2], documents, q.dtype)) is not None:
+                block, mask = seen
+                made, sums, of_out = (one[:, :, block.first_query :] for one in (out, lse, gradient))
+                qkv = block.of(q, k_here, v_here)
+                some_q, *some_kv = kernel.backward(*qkv, made, sums, of_out, mask, ctx.scale)
+                of_q[:, :, block.first_query :] += some_q
+                for one, some in zip(of_kv, some_kv, strict=True):
+                    one[:, :, : block.keys] += some
+            if source != ring.rank:
+                of_kv = of_kv if coming is None else of_kv.add_(coming.wait())
+                coming = ring.shift(of_kv)
+        of_k, of_v = own if coming is None else own.add_(coming.wait())
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None
