@@ -47,14 +47,17 @@ def begin(config: RunConfig, arguments: Sequence[str] | None, ranks: int | None 
         config.micro_batch_size(seeing)
         config.require_profiled_ranks(size)
         on_gpu = config.device != "cpu" and sees_gpu()
-        require_found(resolve_workload(config, on_gpu))
+        resolved = resolve_workload(config, on_gpu)
+        require_found(resolved)
         require_origin(config)
         require_folder(config)
     except UserError as error:
         exit_with_error(f"{config.label}: {error}")
     if environ.get("RANK", "0") == "0" and not begun_by_us:
         who = f"{size} ranks load" if size > 1 else "1 rank loads"
-        line = f"{config.label}: {who} torch, to train on {'GPUs' if on_gpu else 'the CPU'}"
+        line = (
+            f"{config.label}: {who} torch, to train workload {resolved.workload} on {'GPUs' if on_gpu else 'the CPU'}"
+        )
         if config.global_batch_size != samples:
             line += f"; {BATCH} is {config.global_batch_size}, since {samples} does not divide among them"
         print(line, flush=True)

@@ -4,11 +4,13 @@ import gc
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from ddp_lab.runtime.early import begin
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.process.environment import prepare_process
 from ddp_lab.runtime.process.launcher import adopt_launcher
+from ddp_lab.runtime.watch.phases import long_phases_said
 from ddp_lab.strategy.registry import Registry
 
 
@@ -25,10 +27,10 @@ def train_from_command_line(
     config = begin(parse_config(description, registry, aliases, arguments, prog), arguments)
     prepare_process()
     gc.disable()  # until training begins: what imports make stays, and looking through it takes a sixth of their time
-    from torch.distributed.elastic.multiprocessing.errors import record
+    with long_phases_said(config.label) if os.environ.get("RANK") == "0" else nullcontext():
+        from torch.distributed.elastic.multiprocessing.errors import record
 
-    from ddp_lab.runtime.run import run  # imports torch, which --help does without
+        from ddp_lab.runtime.run import run  # imports torch, which --help does without
 
-    return (
-        record(run)(config, registry.load, registry.load_parallelize) or 0
-    )  # torchrun shows the traceback of an unforeseen error
+        code = record(run)(config, registry.load, registry.load_parallelize)
+    return code or 0  # torchrun shows the traceback of an unforeseen error

@@ -38,12 +38,12 @@ from ddp_lab.runtime.profiling.profiler import WindowProfiler
 from ddp_lab.runtime.records.flops import model_flops
 from ddp_lab.runtime.records.leave import leave_config, leave_record, leave_stopped
 from ddp_lab.runtime.records.metrics import step_metrics
-from ddp_lab.runtime.records.progress import training_progress
+from ddp_lab.runtime.records.progress import start_line, training_progress
 from ddp_lab.runtime.records.record import gather_memory, make_run_id, make_trace_folder, package_versions
 from ddp_lab.runtime.records.run_so_far import RunSoFar, Setup
 from ddp_lab.runtime.schedule import learning_rates
 from ddp_lab.runtime.watch.names import RankNames
-from ddp_lab.runtime.watch.phases import between_steps
+from ddp_lab.runtime.watch.phases import between_steps, start_so_far
 from ddp_lab.runtime.watch.watcher import watched
 from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.batches import StepData
@@ -164,6 +164,7 @@ def train_and_record(
                 on_step(result)
                 checkpoints.after_step(result)
 
+            say(start_line(start_so_far()))
             gc.enable()  # `train_from_command_line` has put it off
             all_batches = batches_of_steps(config, workload, ranks, steps, checkpoints.done)
             plan = Plan(earlier, checkpoints.is_due, rates)
@@ -177,6 +178,7 @@ def train_and_record(
         from_rank0(lambda: leave_stopped(so_far, steps, checkpoints.path_of(done)))
         return
     between_steps("evaluating")
+    say(f"trained; evaluates on {len(workload.evaluation)} samples")
     evaluation = so_far.evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
     if not math.isfinite(evaluation["loss"]):
         raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")

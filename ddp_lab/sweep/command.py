@@ -25,6 +25,7 @@ from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.process.environment import sees_gpu
 from ddp_lab.runtime.process.torchrun import quiet_torchrun
 from ddp_lab.runtime.settings.file import with_config_file
+from ddp_lab.runtime.watch.phases import long_phases_said
 from ddp_lab.sweep.passes import planned, train
 from ddp_lab.sweep.runs import Runs
 from ddp_lab.sweep.state import SweepState
@@ -133,6 +134,7 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
         on_gpu = torch.cuda.is_available()
     if not runs.gives("--link") and not on_gpu:
         runs = replace(runs, flags=[*runs.flags, "--link", SWEEP_LINK])
+    runs = replace(runs, on_gpu=on_gpu)
     config.require_profiled_ranks(options.ranks)
     checkpoint_dir = options.checkpoint_dir and str(options.checkpoint_dir)
     settings = {"ranks": options.ranks, "passes": options.passes, "flags": runs.flags, "checkpoint_dir": checkpoint_dir}
@@ -154,10 +156,7 @@ def given_to_resume(arguments: Sequence[str]) -> str:
 
 def first_line(runs: Runs, choices: int, passes: int) -> str:
     """What a sweep is going to do."""
-    import torch  # which has been imported by now
-
-    config = runs.config(runs.names()[0])
-    config = resolve_workload(config, config.device != "cpu" and torch.cuda.is_available())
+    config = resolve_workload(runs.config(runs.names()[0]), runs.on_gpu)
     length = counted(config.max_steps, "step") if config.max_steps else counted(config.epochs or 1, "epoch")
     times = f"{counted(choices, 'choice')} x {counted(passes, 'pass')} = {counted(choices * passes, 'run')} of {length}"
     about = WORKLOADS.get(config.workload, "").partition(",")[0]
@@ -189,17 +188,18 @@ def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
     Raises:
         UserError: the state cannot be written.
     """
-    started = time.monotonic()
+    started, family = time.monotonic(), runs.family
+    refusals = dict.fromkeys(runs.labels(), "")
+    print(first_line(runs, len(refusals), passes), flush=True)
     state.write()
-    from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake in a flag
+    with long_phases_said(family.sweep):
+        from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds
 
-    family, output_dir = runs.family, runs.output_dir
-    refusals = {label: runs.refusal(label) for label in runs.labels()}
+        refusals = {label: runs.refusal(label) for label in refusals}
     labels = [label for label, refusal in refusals.items() if not refusal]
     state.planned = len(labels) * passes
     if resumes:
         print(f"resuming: {state.done} are done", flush=True)
-    print(first_line(runs, len(labels), passes), flush=True)
     for label, refusal in refusals.items():
         if refusal:
             print(f"{label}: left out: {refusal}", flush=True)
@@ -209,7 +209,7 @@ def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
     failed = train(runs, state, planned(labels, passes, runs.config(labels[0]).seed), resumes)
     succeeded = [label for label in labels if label not in failed]
     try:
-        page = report_on_choices(output_dir, family.report_root, succeeded, failed, passes=state.runs)
+        page = report_on_choices(runs.output_dir, family.report_root, succeeded, failed, passes=state.runs)
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

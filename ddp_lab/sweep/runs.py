@@ -23,6 +23,7 @@ class Runs:
     Attributes:
         checkpoint_dir: Root of their checkpoints, if it is given.
         flags: Flags of the entrypoint, passed to each run.
+        on_gpu: Whether the ranks train on GPUs.
     """
 
     family: Family
@@ -30,6 +31,7 @@ class Runs:
     output_dir: Path
     checkpoint_dir: Path | None
     flags: list[str]
+    on_gpu: bool = False
 
     def gives(self, *names: str) -> bool:
         """Whether the user has given one of these flags."""
@@ -43,12 +45,13 @@ class Runs:
 
     def labels(self) -> list[str]:
         """Labels of all runs: those of `names`, and where torch has two NCCL classes, runs over the older one."""
-        from ddp_lab.runtime.distributed import has_two_nccl_classes  # imports torch
-
         registry = self.family.registry
         labels = [self.config(name).label for name in self.names()]
-        if has_two_nccl_classes(self.config(registry.names[0])):
-            labels += [labelled(name, LEGACY_NCCL) for name in registry.on_legacy_nccl]
+        if self.on_gpu:
+            from ddp_lab.runtime.distributed import has_two_nccl_classes  # imports torch
+
+            if has_two_nccl_classes(self.config(registry.names[0])):
+                labels += [labelled(name, LEGACY_NCCL) for name in registry.on_legacy_nccl]
         return labels
 
     def arguments(self, label: str, number: int = 1) -> list[str]:

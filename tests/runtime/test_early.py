@@ -79,10 +79,16 @@ def test_mistakes_are_one_line_before_torch(tmp_path: Path) -> None:
 @each_row(
     "flags, expected",
     [
-        (["--ranks", "1"], "zero3: 1 rank loads torch, to train on the CPU"),
-        (["--ranks", "2"], "zero3: 2 ranks load torch, to train on the CPU"),
-        (["--ranks", "3"], "zero3: 3 ranks load torch, to train on the CPU; --global-batch-size is 6, since 8 does"),
-        (["--ranks", "8"], "zero3: 8 ranks load torch, to train on the CPU; --global-batch-size is 16, since 8 does"),
+        (["--ranks", "1"], "zero3: 1 rank loads torch, to train workload sample on the CPU"),
+        (["--ranks", "2"], "zero3: 2 ranks load torch, to train workload sample on the CPU"),
+        (
+            ["--ranks", "3"],
+            "zero3: 3 ranks load torch, to train workload sample on the CPU; --global-batch-size is 6, since 8 does",
+        ),
+        (
+            ["--ranks", "8"],
+            "zero3: 8 ranks load torch, to train workload sample on the CPU; --global-batch-size is 16, since 8 does",
+        ),
     ],
 )
 def test_the_first_line_comes_before_torch(tmp_path: Path, flags: list[str], expected: str) -> None:

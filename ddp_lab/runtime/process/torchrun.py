@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_lab.runtime.process.environment import quiet_libraries
+from ddp_lab.runtime.watch.phases import long_phases_said
 
 QUIET = quiet_libraries() | {
     "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
@@ -31,11 +32,12 @@ def start_ranks(label: str, ranks: int, arguments: Sequence[str]) -> bool:
         label: Of the run, for that line.
         arguments: The program, and its command line.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    with long_phases_said(label):
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main as torchrun
 
-    from ddp_lab.runtime.process.loopback import torchrun_on_loopback
+        from ddp_lab.runtime.process.loopback import torchrun_on_loopback
 
     logging.disable(logging.ERROR)  # torchrun logs that a rank failed, but not why
     with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, torchrun_on_loopback() as flags:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_lab.runtime.config import choice_folder
-from ddp_lab.runtime.records.progress import start_line, summary_line
+from ddp_lab.runtime.records.progress import summary_line
 from ddp_lab.runtime.records.record import write_json, write_text
 from ddp_lab.runtime.records.run_so_far import RunSoFar
 from ddp_lab.runtime.settings.file import to_toml
@@ -49,5 +49,4 @@ def leave_record(run: RunSoFar) -> None:
         print(f"{label}: {note}", flush=True)
     if text := run.generated:
         print(f"{label}: generated after '{text['prompt']}': {text['text']}", flush=True)
-    print(start_line(label, record["start_s"]), flush=True)
     print(summary_line(label, record, str(path)), flush=True)

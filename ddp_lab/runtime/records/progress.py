@@ -50,10 +50,10 @@ def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callab
         yield print_line
 
 
-def start_line(label: str, start_s: Mapping[str, float]) -> str:
-    """Where the time until the end of the first step went, in seconds."""
+def start_line(start_s: Mapping[str, float]) -> str:
+    """Where the time until the first step went, in seconds."""
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start_s.items())
-    return f"{label}: start-up took {sum(start_s.values()):.1f} s: {parts}"
+    return f"start-up took {sum(start_s.values()):.1f} s: {parts}; the first step begins"
 
 
 def summary_line(label: str, record: dict[str, Any], path: str) -> str:

@@ -1,18 +1,18 @@
-"""The phase that this rank is in. It shows in the rank's profile and in its flight recorder, and in how long the start
-took, until the first optimizer step is done."""
+"""The phase that this rank is in. It shows in the rank's profile and in its flight recorder, in how long the start
+took, until the first optimizer step is done, and in a line where one lasts long. Imports nothing heavy."""
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.profiler import record_function
-
 LOOP = "training loop"
 """The phase between the named parts of a step."""
 IMPORTING, READING, BUILDING, FIRST_STEP = "importing", "reading data", "building the model", "first step"
+SAY_AFTER_S, SAY_EVERY_S, LOOK_EVERY_S = 5.0, 10.0, 1.0
 
 
 class Recorder(Protocol):
@@ -44,6 +44,36 @@ def record_phases_in(recorder: Recorder | None) -> None:
     if recorder is None:
         _step, _phase, _since, _is_starting = -1, IMPORTING, time.monotonic(), True
         start_s.clear()
+
+
+def start_so_far() -> dict[str, float]:
+    """`start_s`, and seconds of the phase that has not ended."""
+    return start_s | {_phase: start_s.get(_phase, 0.0) + time.monotonic() - _since}
+
+
+@contextmanager
+def long_phases_said(label: str) -> Iterator[None]:
+    """Within this context, a line on standard output says what this process is at, where that takes long: in the start,
+    the first step, and what comes after training. Later steps have lines of their own."""
+    has_ended, begun = threading.Event(), time.monotonic()
+
+    def look() -> None:
+        at, since, due = _phase, begun, begun + SAY_AFTER_S
+        while not has_ended.wait(LOOK_EVERY_S):
+            doing, now = _phase if _step < 0 else FIRST_STEP if _is_starting else "", time.monotonic()
+            if doing != at:
+                at, since, due = doing, now, now + SAY_AFTER_S
+            elif at and now >= due:
+                print(f"{label}: {at}, {now - since:.0f} s so far", flush=True)
+                due = now + SAY_EVERY_S
+
+    looking = threading.Thread(target=look, name="phases", daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        looking.join()
 
 
 def begin_step(step: int) -> None:
@@ -88,6 +118,8 @@ class phase:
     """
 
     def __init__(self, name: str, in_profile: bool = True) -> None:
+        from torch.profiler import record_function  # takes seconds, once
+
         self._name = name
         self._mark = record_function(name) if in_profile else nullcontext()
 

@@ -1,5 +1,7 @@
 """Where the time until the first step is done goes."""
 
+import time
+
 import pytest
 
 from ddp_lab.runtime.records.progress import start_line
@@ -21,6 +23,7 @@ def test_the_start_by_phase(monkeypatch: pytest.MonkeyPatch, resumes_at: int) ->
     with phases.during(phases.BUILDING):
         spend(4)
     spend(0.5)
+    assert phases.start_so_far() == {"importing": 2, "reading data": 1.5, "building the model": 4}
     for step in range(resumes_at, resumes_at + 2):
         phases.begin_step(step)
         spend(3)
@@ -31,9 +34,27 @@ def test_the_start_by_phase(monkeypatch: pytest.MonkeyPatch, resumes_at: int) ->
     phases.between_steps("finishing")
     expected = {"importing": 2, "reading data": 1.5, "building the model": 4, "first step": 11}
     assert phases.start_s == expected
-    line = "zero3: start-up took 18.5 s: importing 2.0, reading data 1.5, building the model 4.0, first step 11.0"
-    assert start_line("zero3", phases.start_s) == line
+    line = "start-up took 18.5 s: importing 2.0, reading data 1.5, building the model 4.0, first step 11.0"
+    assert start_line(phases.start_s) == f"{line}; the first step begins"
     phases.record_phases_in(None)
+
+
+def test_long_phases_are_said_but_no_steps_after_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SAY_AFTER_S", "SAY_EVERY_S", "LOOK_EVERY_S"):
+        monkeypatch.setattr(phases, name, 0.01)
+    phases.record_phases_in(None)
+    with phases.long_phases_said("zero3"):
+        time.sleep(0.1)
+        for step in (0, 1):
+            phases.begin_step(step)
+            time.sleep(0.1)
+        phases.between_steps("evaluating")
+        time.sleep(0.1)
+    phases.record_phases_in(None)
+    said = capsys.readouterr().out.splitlines()
+    assert [*dict.fromkeys(said)] == [f"zero3: {at}, 0 s so far" for at in ("importing", "first step", "evaluating")]
 
 
 def test_a_process_knows_its_age() -> None:
