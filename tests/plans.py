@@ -5,7 +5,9 @@ from unittest import mock
 from ddp_lab.planner import models
 from ddp_lab.planner.contracts import Costs, MemoryCurve, Simulated
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.plan import Case, Outcome, Plan
+from ddp_lab.planner.plan import Case, Outcome
+from ddp_lab.planner.rates import Price
+from ddp_lab.planner.report.table import Plan
 from ddp_lab.runtime.config import RunConfig
 
 GIB = 2**30
@@ -24,13 +26,15 @@ def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
 COSTS = Costs(mock.Mock(), mock.Mock(), 1.0, compute_error=0.2, sources=("from nowhere.",))
 
 
-def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None) -> Case:
+def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, tokens: float | None = None) -> Case:
     between = "ndr" if gpus.count("x") > 1 else None
     cluster = hardware.cluster(gpus, "pcie4", between)
-    return Case(models.find("SmolLM2-135M"), cluster, RunConfig(global_batch_size=batch), 128, COSTS, price)
+    config = RunConfig(global_batch_size=batch)
+    known = None if price is None else Price(price)
+    return Case(models.find("SmolLM2-135M"), cluster, config, 128, COSTS, known, tokens)
 
 
-def made(price: float | None = None, **simulated: Simulated | None) -> Plan:
+def made(price: float | None = None, tokens: float | None = None, **simulated: Simulated | None) -> Plan:
     reason = "this one needs data"
     outcomes = [Outcome(name, found, "" if found else reason) for name, found in simulated.items()]
-    return Plan([case(price=price)], outcomes)
+    return Plan([case(price=price, tokens=tokens)], outcomes)

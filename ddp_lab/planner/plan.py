@@ -1,21 +1,16 @@
-"""Every choice on a pretended cluster, side by side: does it fit, how long does a step take, what does it cost."""
+"""Every choice on a pretended cluster, simulated."""
 
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
-
-import pandas as pd
 
 from ddp_lab.planner.choices import entrypoint_of, families_of
 from ddp_lab.planner.contracts import Costs, Setting, Simulated
 from ddp_lab.planner.costs.cluster import Cluster
-from ddp_lab.planner.costs.sources import LINK_ERROR
 from ddp_lab.planner.models import Model
-from ddp_lab.planner.report.columns import PLAN_COLUMNS
+from ddp_lab.planner.rates import Price
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.config import RunConfig, labelled
 from ddp_lab.runtime.errors import UserError
@@ -33,7 +28,8 @@ class Case:
     Attributes:
         config: Batch, accumulation, precision, buckets, clipping and mesh, as the runner takes them.
         sequence_length: Tokens of a sample, padding included.
-        price: Of one device for an hour, in any currency; None if it is not known.
+        price: None if it is not known.
+        tokens: How many the whole training takes; None if that is not asked.
     """
 
     model: Model
@@ -41,7 +37,8 @@ class Case:
     config: RunConfig
     sequence_length: int
     costs: Costs
-    price: float | None = None
+    price: Price | None = None
+    tokens: float | None = None
 
     @property
     def mesh(self) -> Mesh | None:
@@ -117,87 +114,3 @@ def outcomes(tasks: Sequence[tuple[Case, str]], jobs: int | None = None) -> Iter
     # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
         yield from pool.map(outcome, *zip(*tasks, strict=True))
-
-
-# The table ------------------------------------------------------------------------------------------------------------
-
-
-def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
-    """Bounds in seconds of the step time, if operators are off by no more than `compute_error` and collectives by no
-    more than `LINK_ERROR`.
-
-    A step is a longest chain of operators and collectives. If all of them grow by one factor, so does the step. If only
-    operators grow, or only collectives, it grows by no more than all of them. So it is off by the smaller error's share
-    of itself, and the difference of both errors' share of all compute, or of all communication.
-    """
-    compute, link, step = costs.compute_error, LINK_ERROR, simulated.step_time_s
-    wider = simulated.communication_s if link > compute else simulated.compute_s
-    half = min(compute, link) * step + abs(link - compute) * min(wider, step)
-    return step - half, step + half
-
-
-def row(outcome: Outcome, case: Case) -> dict[str, Any]:
-    """The `name` of a choice, and what the table says of it; columns as `report.columns.PLAN_COLUMNS` explains
-    them."""
-    mesh, choice = outcome.mesh, outcome.choice
-    of_choice: dict[str, Any] = {"name": outcome.name, "choice": choice, "entrypoint": entrypoint_of(choice, mesh)}
-    if mesh is not None:
-        of_choice["mesh"] = str(mesh)
-    simulated = outcome.simulated
-    if simulated is None:
-        return {**of_choice, "fits": "unknown", "note": outcome.reason}
-    memory, step_s = simulated.memory, simulated.step_time_s
-    low, high = interval(simulated, case.costs)
-    batch = case.config.global_batch_size
-    spare = case.usable_bytes - memory.peak_bytes
-    unknown = ", ".join(f"{name} ({count}x)" for name, count in simulated.without_costs.items())
-    notes = [f"no cost known, taken as 0: {unknown}"] * bool(unknown)
-    if simulated.largest is not None:
-        notes.append(f"rank {simulated.largest} of the pipeline holds most")
-    values = {
-        "fits": "yes" if spare >= 0 else "no",
-        "spare_bytes": spare,
-        "peak_bytes": memory.peak_bytes,
-        **{f"peak_{component}_bytes": held for component, held in memory.at_peak.items()},
-        "resting_bytes": sum(memory.at_rest.values()),
-        "step_time_ms": step_s * 1e3,
-        "step_time_low_ms": low * 1e3,
-        "step_time_high_ms": high * 1e3,
-        "samples_per_second": batch / step_s,
-        "exposed_ms": simulated.exposed_s * 1e3,
-        "exposed_pct": 100 * simulated.exposed_s / step_s,
-        "note": "; ".join(notes),
-    }
-    if case.model.kind == "tokens":
-        values["tokens_per_second"] = batch * case.sequence_length / step_s
-    if case.price is not None:
-        values["cost_per_million_samples"] = case.price * case.cluster.world_size * step_s / batch * 1e6 / 3600
-    return of_choice | values
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The outcome of every choice, on each mesh.
-
-    Attributes:
-        cases: One, or one for each mesh. They differ in nothing else.
-        left_out: A line for each mesh that does not fit.
-    """
-
-    cases: Sequence[Case]
-    outcomes: Sequence[Outcome]
-    left_out: Sequence[str] = ()
-
-    @property
-    def case(self) -> Case:
-        return self.cases[0]
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        return [row(outcome, self.case) for outcome in self.outcomes]
-
-    @cached_property
-    def frame(self) -> pd.DataFrame:
-        """The table, with those of `PLAN_COLUMNS` that have any value."""
-        frame = pd.DataFrame(self.rows)
-        return frame[[name for name in PLAN_COLUMNS if name in frame]]

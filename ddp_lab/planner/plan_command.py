@@ -1,28 +1,32 @@
 """`ddp-lab plan`: all choices for a model on a cluster, and one of them recommended."""
 
 import argparse
-from collections.abc import Mapping
-from itertools import chain
+from dataclasses import replace
+from itertools import accumulate, chain
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from ddp_lab.analysis.columns import Column
+from ddp_lab.planner.beside import besides
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.flags import AS_THE_RUNNERS, chosen_model
 from ddp_lab.planner.meshes import on_all_meshes, required
-from ddp_lab.planner.plan import GIB, Case, Outcome, Plan, outcomes
-from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN
-from ddp_lab.planner.report.recommendation import reasons
+from ddp_lab.planner.plan import GIB, Case, Outcome, outcomes
+from ddp_lab.planner.rates import Price, listed_price
+from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN, WIDTH
+from ddp_lab.planner.report.command_line import runner_command
+from ddp_lab.planner.report.recommendation import reasons, recommended
+from ddp_lab.planner.report.table import Plan
 from ddp_lab.planner.report.wording import certainty, headline, notes
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import PIPELINE, TENSOR
+from ddp_lab.runtime.settings.batch import BatchSettings
 from ddp_lab.strategy.options import AUTO
 
 WITH_DIMENSION = {
@@ -30,6 +34,10 @@ WITH_DIMENSION = {
     PIPELINE: ("pipeline_schedule", "stages_per_rank", "pipeline_split"),
 }
 """Settings that go with one dimension of a mesh alone."""
+SETTINGS = ("micro_batch_size", "grad_accum_steps", "activation_checkpointing")
+"""Columns of what the headline names, where it is the same in all rows."""
+FULL = 4
+"""A pipeline has up to so many micro-batches a stage by default, so that the bubble is a small part of the step."""
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -41,12 +49,21 @@ def run(options: argparse.Namespace, console: Console) -> None:
     plan = planned(options)
     console.print(headline(plan))
     frame = plan.frame if len(plan.cases) == 1 else plan.frame[plan.frame["fits"] != "unknown"]
-    console.print("", printed(frame, {name: PLAN_COLUMNS[name] for name in SHOWN}), "")
-    for line in [*notes(plan), *reasons(plan.rows), *certainty(plan)]:
+    console.print("", printed(frame), "")
+    found = besides(plan, options.jobs, options.record is not None)
+    for line in [*notes(plan), *reasons(plan.rows), *commands(plan), *found, *certainty(plan)]:
         console.print(line)
     if options.csv is not None:
         write(options.csv, "--csv", plan.frame.to_csv(index=False))
         console.print(f"table: {options.csv}")
+
+
+def commands(plan: Plan) -> list[str]:
+    """The command line of a run of what is recommended, if anything is."""
+    best = recommended(plan.rows)
+    if best is None:
+        return []
+    return [f"Run it: {runner_command(plan.case_of(best.get('mesh')), str(best['choice']))}"]
 
 
 def planned(options: argparse.Namespace) -> Plan:
@@ -80,11 +97,19 @@ def cases_of(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     Raises:
         UserError: it makes no sense.
     """
-    case = case_of(options)
-    if options.mesh != AUTO:
-        return [required(case)], []
     own = {dimension: {name: getattr(options, name) for name in names} for dimension, names in WITH_DIMENSION.items()}
-    return on_all_meshes(case, own)
+    case = case_of(options)
+    cases, left_out = on_all_meshes(case, own) if options.mesh == AUTO else ([required(case)], [])
+    return cases if options.grad_accum_steps else [filled(each) for each in cases], left_out
+
+
+def filled(case: Case) -> Case:
+    """The case with enough micro-batches for its pipeline, if it has one."""
+    stages, samples = case.mesh.degree(PIPELINE) if case.mesh else 1, case.micro_batch_size
+    if stages == 1:
+        return case
+    steps = max(steps for steps in range(1, FULL * stages + 1) if samples % steps == 0)
+    return replace(case, config=case.config.but(grad_accum_steps=steps))
 
 
 def case_of(options: argparse.Namespace) -> Case:
@@ -94,8 +119,12 @@ def case_of(options: argparse.Namespace) -> Case:
         UserError: it makes no sense.
     """
     later = {"mesh", *chain(*WITH_DIMENSION.values())} if options.mesh == AUTO else set()
-    config = RunConfig.of(**{name: getattr(options, name) for name in {"mesh", *AS_THE_RUNNERS} - later})
+    given = {name: getattr(options, name) for name in {"mesh", *AS_THE_RUNNERS} - later}
+    given["grad_accum_steps"] = steps = options.grad_accum_steps or 1
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
+    if options.global_batch_size is None:
+        given["global_batch_size"] = BatchSettings(grad_accum_steps=steps).nearest_batch(cluster.world_size)
+    config = RunConfig.of(**given)
     model = chosen_model(options)
     model.require_length(options.sequence_length)
     if options.record and options.efficiency is not None:
@@ -103,19 +132,30 @@ def case_of(options: argparse.Namespace) -> Case:
     if options.record and options.param_dtype:
         raise UserError("--record: a record has the times of fp32 parameters; it does not go with --param-dtype")
     costs = costs_of(cluster, options.precision, options.record, options.contention)
-    return Case(model, cluster, config, options.sequence_length, costs, options.price)
+    price = listed_price(cluster.device.name) if options.price is None else Price(options.price)
+    return Case(model, cluster, config, options.sequence_length, costs, price, options.tokens)
 
 
-def printed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> Table:
-    """The table as the terminal shows it, with those of `columns` that it has."""
-    table = Table(box=None, pad_edge=False)
-    shown = [name for name in columns if name in frame]
-    for name in shown:
-        column = columns[name]
-        is_text = name in ("choice", "mesh", "fits", "note")
-        table.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
-    for values in frame.to_dict("records"):
-        table.add_row(*(columns[name].show(values[name]) for name in shown))
+def printed(frame: pd.DataFrame) -> Table:
+    """The table as the terminal shows it: of the columns `SHOWN`, in order of importance, those that `WIDTH` has room
+    for. Settings that are the same in all rows are left out."""
+    without = {name for name in SETTINGS if frame[name].nunique() <= 1}
+    without |= {"samples_per_second"} if "tokens_per_second" in frame else set()
+    cells = {
+        name: [column.label, column.unit, *map(column.show, frame[name])]
+        for name in SHOWN
+        if name in frame and name not in without
+        for column in (PLAN_COLUMNS[name],)
+    }
+    widths = accumulate(max(map(len, texts)) + 2 for texts in cells.values())
+    shown = [name for name, width in zip(cells, widths, strict=True) if width <= WIDTH + 2]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in (name for name in PLAN_COLUMNS if name in shown):
+        label, unit, *_ = cells[name]
+        is_text = name in ("choice", "mesh", "activation_checkpointing", "fits")
+        table.add_column(f"{label}\n{unit}", justify="left" if is_text else "right", no_wrap=True)
+    for texts in zip(*(cells[name][2:] for name in PLAN_COLUMNS if name in shown), strict=True):
+        table.add_row(*texts)
     return table
 
 

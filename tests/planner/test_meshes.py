@@ -84,7 +84,7 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
     ]
     assert table.entrypoint.tolist() == ["main_shard.py", "main_parallel.py", "main_parallel.py"]
     assert table.peak_parameters_bytes[1] < 0.6 * table.peak_parameters_bytes[0]
-    assert "micro-batches of 1 or 2 on each rank; classification, fp32, --sequence-parallel." in answer.stdout
+    assert ": 1 micro-batch of 2 or 4 on each rank; classification, fp32, --sequence-parallel." in answer.stdout
     assert "Left out: tp=4: Llama of 1 layers" in answer.stdout
     assert " --ddp-choice zero1 --mesh dp=" in answer.stdout and "Of each mesh: zero1@dp4 " in answer.stdout
     assert "pytorch_tp@dp2-tp2: PyTorch's own ways to cut a model are not simulated" in answer.stdout
@@ -100,3 +100,4 @@ def test_a_pipeline_is_found_where_nothing_else_fits() -> None:
     assert "Take simple_ddp@pp2 (main_parallel.py --ddp-choice simple_ddp --mesh pp=2)" in answer.stdout
     assert "simple_ddp@pp2: rank 0 of the pipeline holds most" in answer.stdout
     assert "Nothing fits on dp=2." in answer.stdout and "pipelines zb-h1" in answer.stdout
+    assert ": 1 or 8 micro-batches of 1 or 4 on each rank" in answer.stdout

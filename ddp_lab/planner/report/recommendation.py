@@ -11,13 +11,14 @@ AS_FAST = 0.02
 AMPLE = 0.8
 """A peak below this share of the usable memory leaves ample room, so that a smaller one is no advantage."""
 TIGHT = 0.1
-"""A recommendation that leaves less than this share of the usable memory comes with a warning."""
+"""What leaves less than this share of the usable memory is recommended only if nothing else fits."""
 Row = Mapping[str, Any]
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """Of the choices that fit, the fastest. If several are equally fast, the simplest of those that leave ample room,
-    which is the first in the order of the registries; if none does, the one with the smallest peak. None if none fits.
+    """Of the choices that leave a tenth of the memory free, or if none does, of those that fit, the fastest. If several
+    are equally fast, the simplest of those that leave ample room, which is the first in the order of the registries; if
+    none does, the one with the smallest peak. None if none fits.
     """
     equal = equally_fast(rows)
     roomy = [row for row in equal if is_roomy(row)]
@@ -25,12 +26,21 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 
 
 def is_roomy(row: Row) -> bool:
-    return bool(row["peak_bytes"] <= AMPLE * (row["peak_bytes"] + row["spare_bytes"]))
+    return bool(row["peak_bytes"] <= AMPLE * usable(row))
+
+
+def is_tight(row: Row) -> bool:
+    return bool(row["spare_bytes"] < TIGHT * usable(row))
+
+
+def usable(row: Row) -> float:
+    return float(row["peak_bytes"] + row["spare_bytes"])
 
 
 def equally_fast(rows: Sequence[Row]) -> list[Row]:
-    """Of the choices that fit, the fastest and those that are equally fast."""
+    """Of the choices that may be recommended, the fastest and those that are equally fast."""
     fitting = [row for row in rows if row["fits"] == "yes"]
+    fitting = [row for row in fitting if not is_tight(row)] or fitting
     limit = min((row["step_time_ms"] for row in fitting), default=0.0) * (1 + AS_FAST)
     return [row for row in fitting if row["step_time_ms"] <= limit]
 
@@ -47,22 +57,29 @@ def reasons(rows: Sequence[Row]) -> list[str]:
             f"{gib(-leanest['spare_bytes'])} more than a device has left for tensors."
         ]
     equal = equally_fast(rows)
-    slower = [row for row in known if row["fits"] == "yes" and row not in equal]
+    slower = [row for row in known if row["fits"] == "yes" and row["step_time_ms"] > best["step_time_ms"]]
+    slower = [row for row in slower if row not in equal]
     too_large = [row for row in known if row["fits"] == "no"]
     flags = f"--ddp-choice {best['choice']}" + (f" --mesh {best['mesh']}" if "mesh" in best else "")
     sentences = [
         f"Take {best['name']} ({best['entrypoint']} {flags}): {best['step_time_ms']:,.1f} ms a step "
         f"({best['step_time_low_ms']:,.1f} to {best['step_time_high_ms']:,.1f}), "
-        f"{best['samples_per_second']:,.1f} samples/s; its peak of {gib(best['peak_bytes'])} leaves "
+        f"{speed(best)}; its peak of {gib(best['peak_bytes'])} leaves "
         f"{gib(best['spare_bytes'])} to spare."
     ]
-    if best["spare_bytes"] < TIGHT * (best["peak_bytes"] + best["spare_bytes"]):
-        roomy = [row for row in known if row["fits"] == "yes" and is_roomy(row)]
-        safer = min(roomy, key=lambda row: row["step_time_ms"], default=None)
-        more = (
-            f" With more room the fastest is {safer['name']}, {safer['step_time_ms']:,.1f} ms a step." if safer else ""
+    if is_tight(best):
+        sentences.append(
+            "Nothing leaves a tenth of the memory free, and what the allocator keeps unused is not in the peak."
         )
-        sentences.append(f"That is little, since what the allocator keeps unused is not in the peak.{more}")
+    tight = [
+        row for row in known if row["fits"] == "yes" and row["step_time_ms"] < best["step_time_ms"] and is_tight(row)
+    ]
+    if tight and not is_tight(best):
+        fastest = min(tight, key=lambda row: row["step_time_ms"])
+        sentences.append(
+            f"{fastest['name']} is faster, {fastest['step_time_ms']:,.1f} ms a step, and not recommended: it leaves "
+            f"{gib(fastest['spare_bytes'])}, less than a tenth, and what the allocator keeps unused is not in the peak."
+        )
     if len(equal) > 1:
         why = "it is the simplest of them with ample room" if is_roomy(best) else "its peak is the smallest of them"
         others = listed([row["name"] for row in equal if row is not best])
@@ -82,6 +99,12 @@ def reasons(rows: Sequence[Row]) -> list[str]:
             f"nearest, short of {gib(-nearest['spare_bytes'])}."
         )
     return sentences
+
+
+def speed(row: Row) -> str:
+    if "tokens_per_second" not in row:
+        return f"{row['samples_per_second']:,.1f} samples/s"
+    return f"{row['tokens_per_second']:,.0f} tokens/s"
 
 
 def against_slower(best: Row, slower: Sequence[Row]) -> str:

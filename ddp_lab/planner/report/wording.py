@@ -2,7 +2,8 @@
 
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import LINK_ERROR
-from ddp_lab.planner.plan import Plan
+from ddp_lab.planner.plan import Case
+from ddp_lab.planner.report.table import Plan
 from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.strategy.recompute.setting import NONE
 
@@ -20,6 +21,7 @@ def headline(plan: Plan) -> str:
     between = f", {cluster.between.name} between nodes" if cluster.between and cluster.nodes > 1 else ""
     samples = f"{case.sequence_length} tokens" if case.model.kind == "tokens" else "224 x 224 pixels"
     sizes = " or ".join(map(str, sorted({each.micro_batch_size for each in plan.cases})))
+    counts = " or ".join(map(str, sorted({each.config.grad_accum_steps for each in plan.cases})))
     values = config.as_dict()
     given = {name: values[name] for name in NAMED if not (several and name == "mesh")}
     settings = [
@@ -32,7 +34,7 @@ def headline(plan: Plan) -> str:
     return (
         f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "
         f"on {nodes} x {cluster.device.name}, {cluster.inside.name}{between}.\nA global batch of "
-        f"{config.global_batch_size} samples of {samples}: {config.grad_accum_steps} micro-batches of "
+        f"{config.global_batch_size} samples of {samples}: {counts} micro-batch{'es' * (counts != '1')} of "
         f"{sizes} on each rank; {', '.join(settings)}."
     )
 
@@ -61,4 +63,12 @@ def certainty(plan: Plan) -> list[str]:
         f"To spare: {spare}.",
         *costs.sources,
         *host,
+        price_line(plan.case),
     ]
+
+
+def price_line(case: Case) -> str:
+    """What a device costs, and who says so."""
+    if case.price is None:
+        return f"Price: none is listed for {case.cluster.device.name}; --price PER_HOUR adds what tokens cost."
+    return f"Price: {case.price.amount:g} an hour for each device ({case.price.source})."

@@ -1,0 +1,118 @@
+"""Settings beside those of a plan, simulated after it: what would make a choice fit, and what would make the best one
+faster."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddp_lab.analysis.errors import listed
+from ddp_lab.planner.choices import choices
+from ddp_lab.planner.costs.sources import costs_of
+from ddp_lab.planner.plan import Case, Outcome, outcomes
+from ddp_lab.planner.report.recommendation import Row, gib, recommended
+from ddp_lab.planner.report.table import Plan
+from ddp_lab.progress import long_work
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.recompute.setting import NONE, SELECTIVE
+
+BLOCK = "block"
+LEANEST = "zero3"
+MORE_DEVICES = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A choice under other settings. `words`: what is other."""
+
+    words: str
+    case: Case
+    choice: str
+
+
+def besides(plan: Plan, jobs: int | None, recorded: bool) -> list[str]:
+    """Sentences on the choice that comes nearest to fitting, and on what the recommended one gives up."""
+    best = recommended(plan.rows)
+    too_large = [row for row in plan.rows if row["fits"] == "no"]
+    nearest = min(too_large, key=lambda row: row["peak_bytes"], default=None)
+    remedies = [] if nearest is None else list(smaller(plan.case_of(nearest.get("mesh")), str(nearest["choice"])))
+    if nearest is not None and best is not None:
+        remedies = [each for each in remedies if each.choice == nearest["choice"]]
+    hints = [] if best is None else list(faster(plan.case_of(best.get("mesh")), str(best["choice"]), recorded))
+    tasks = [(each.case, each.choice) for each in (*remedies, *hints)]
+    if not tasks:
+        return []
+    with long_work(f"simulating {len(tasks)} settings beside"):
+        found = list(outcomes(tasks, jobs))
+    sentences = []
+    if nearest is not None:
+        sentences.append(what_fits(nearest, remedies, found[: len(remedies)]))
+    if best is not None:
+        sentences += what_is_faster(best, hints, found[len(remedies) :])
+    return sentences
+
+
+def smaller(case: Case, choice: str) -> Iterator[Variant]:
+    """What needs less memory, one change at a time, and two at once. Changes that make no sense are left out."""
+    config, micro = case.config, case.micro_batch_size
+    accumulation = {"grad_accum_steps": config.grad_accum_steps * micro} if micro > 1 else {}
+    alone = f"--grad-accum-steps {config.grad_accum_steps * micro} (a micro-batch of 1)"
+    changes: list[tuple[str, dict[str, Any]]] = [(alone, accumulation)] if accumulation else []
+    if config.strategy.activation_checkpointing == NONE:
+        kept = [(f"--activation-checkpointing {blocks}", blocks) for blocks in (SELECTIVE, BLOCK)]
+        changes += [(words, {"activation_checkpointing": blocks}) for words, blocks in kept]
+        if accumulation:
+            changes.append((f"{kept[-1][0]} and {alone}", {"activation_checkpointing": BLOCK, **accumulation}))
+    for words, settings in changes:
+        try:
+            yield Variant(words, replace(case, config=config.but(**settings)), choice)
+        except UserError:
+            continue
+    if choice != LEANEST and LEANEST in choices(None, [case.mesh]):
+        yield Variant(LEANEST, case, LEANEST)
+    if case.mesh is None:
+        for factor in MORE_DEVICES:
+            cluster = case.cluster
+            nodes, ranks = cluster.nodes, cluster.ranks_per_node * factor
+            if ranks > 8:
+                nodes, ranks = nodes * factor, cluster.ranks_per_node
+            larger = replace(cluster, nodes=nodes, ranks_per_node=ranks, between=cluster.between or cluster.inside)
+            more = replace(case, cluster=larger)
+            if config.global_batch_size % (config.grad_accum_steps * larger.world_size) == 0:
+                yield Variant(f"{larger.world_size} devices", more, choice)
+
+
+def faster(case: Case, choice: str, recorded: bool) -> Iterator[Variant]:
+    """What may take less time at the price of memory or of digits. A record has the times of one precision."""
+    config, rates = case.config, case.cluster.device.flops_per_s
+    is_fp32 = config.strategy.precision == "fp32" and not config.strategy.param_dtype
+    if is_fp32 and not recorded and rates.get("bfloat16", 0.0) > rates["float32"]:
+        costs = costs_of(case.cluster, "bf16", contention=case.costs.contention)
+        yield Variant("--precision bf16", replace(case, config=config.but(precision="bf16"), costs=costs), choice)
+    for blocks in (SELECTIVE, NONE):
+        if config.strategy.activation_checkpointing not in (NONE, blocks):
+            other = config.but(activation_checkpointing=blocks)
+            yield Variant(f"--activation-checkpointing {blocks}", replace(case, config=other), choice)
+
+
+def what_fits(nearest: Row, tried: list[Variant], found: list[Outcome]) -> str:
+    """Which of the variants that were tried have room for the choice that comes nearest."""
+    fitting = [
+        f"{each.words} ({gib(simulated.memory.peak_bytes)} at the peak)"
+        for each, outcome in zip(tried, found, strict=True)
+        if (simulated := outcome.simulated) and simulated.memory.peak_bytes <= each.case.usable_bytes
+    ]
+    if fitting:
+        return f"{nearest['name']} would fit with any of: {'; '.join(fitting)}."
+    return f"{nearest['name']} would fit with none of: {'; '.join(each.words for each in tried)}."
+
+
+def what_is_faster(best: Row, tried: list[Variant], found: list[Outcome]) -> list[str]:
+    """Which of the variants that were tried take less time than the recommended choice, and fit."""
+    told = [
+        f"{each.words} {simulated.step_time_s * 1e3:,.1f} ms a step and {gib(simulated.memory.peak_bytes)}"
+        for each, outcome in zip(tried, found, strict=True)
+        if (simulated := outcome.simulated)
+        and simulated.memory.peak_bytes <= each.case.usable_bytes
+        and simulated.step_time_s * 1e3 < best["step_time_ms"]
+    ]
+    return [f"Faster, of {best['name']}: {listed(told)} at the peak."] if told else []

@@ -1,0 +1,63 @@
+"""What a time means for who pays: model FLOPs of a sample, and what a device costs for an hour."""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_lab.planner.models import IMAGES, Model
+from ddp_lab.runtime.records.flops import model_flops
+
+TABLE = Path(__file__).with_name("prices.toml")
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of one device for an hour.
+
+    Attributes:
+        amount: In US dollars where it is from the table, else in the currency of `--price`.
+        source: Who asks it, and when that was read.
+    """
+
+    amount: float
+    source: str = "as given"
+
+
+def listed_price(device: str) -> Price | None:
+    """What the table says of a device of `hardware.toml`; None without an entry."""
+    entry = _table().get(device)
+    return entry and Price(entry["dollars"], f"on-demand list price: {entry['source']}; read on {entry['date']}")
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text())
+
+
+def flops_of_a_sample(model: Model, sequence_length: int) -> float | None:
+    """FLOPs that forward and backward of one sample need, as a run's record has them (`runtime.records.flops`).
+
+    A token of a transformer takes 6 P + 12 L d s (Chowdhery et al., 2022, "PaLM", appendix B): P elements of matrices
+    that tokens are multiplied by, L layers, attention d wide over all heads, and s tokens in a sample. What is computed
+    again in backward does not count. Of models of images it is counted by operator.
+    """
+    with torch.device("meta"):
+        module = model.build()
+    if model.kind == IMAGES:
+        return model_flops(module, model.micro_batches(1, 1, sequence_length)[0])
+    products = sum(
+        weight.numel()
+        for each in module.modules()
+        if not isinstance(each, nn.Embedding)
+        for weight in each.parameters(recurse=False)
+        if weight.ndim == 2
+    )
+    config = model.configuration()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return float(sequence_length * (6 * products + 12 * config.num_hidden_layers * width * sequence_length))
