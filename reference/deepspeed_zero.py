@@ -27,7 +27,7 @@ from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.elementwise import require_elementwise
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.optimizers import MakeOptimizer
-from ddp_lab.strategy.options import FP16
+from ddp_lab.strategy.options import BF16_TRUE, FP16
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.recompute.setting import NONE
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
@@ -61,8 +61,8 @@ class DeepSpeedZero(Strategy):
             (lambda o, _: o.reduce_dtype, "--reduce-dtype: DeepSpeed reduces gradients in their own dtype here"),
             (lambda o, _: o.activation_checkpointing != NONE,
              "--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3"),
-            (lambda o, _: o.precision == FP16,
-             "--precision fp16: DeepSpeed scales losses by itself; take zero1, zero2 or zero3"),
+            (lambda o, _: o.precision in (FP16, BF16_TRUE),
+             "--precision: DeepSpeed scales losses and keeps masters by itself; take zero1, zero2 or zero3"),
         ),
     )  # fmt: skip
     stage: ClassVar[int]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data.packing import IGNORED
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import TENSOR, MeshGroups
 from ddp_lab.runtime.tensors import with_first
+from ddp_lab.strategy.batches import IGNORED
 from ddp_lab.strategy.communication.consistency import require_own_memory
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy

@@ -14,7 +14,7 @@ from torch import nn
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.communication.collectives import expected_all_gathers, expected_reduce_scatters
-from ddp_lab.strategy.precision import DTYPES
+from ddp_lab.strategy.precision import AUTOCAST, DTYPES
 from ddp_lab.strategy.recompute.setting import Recomputation
 from tensor_parallel import cross_entropy
 from tensor_parallel.plan import enclosing
@@ -31,7 +31,7 @@ class Precision:
 
     @classmethod
     def of(cls, precision: str, param_dtype: str | None) -> "Precision":
-        rest = DTYPES[param_dtype].itemsize if param_dtype else 4
+        rest = DTYPES[param_dtype or ("fp32" if precision in AUTOCAST else precision)].itemsize
         return cls(min(rest, DTYPES[precision].itemsize), rest)
 
 

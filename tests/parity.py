@@ -22,7 +22,7 @@ import sharding
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.strategy.precision import DTYPES, autocast
+from ddp_lab.strategy.precision import DTYPES, autocast, bring_to
 from ddp_lab.strategy.registry import Registry
 from tests.models import BRANCHES, build, make_batch
 from tests.ranks import RankPool
@@ -188,6 +188,7 @@ def oracle(
     module = build(model)
     if state:
         module.load_state_dict(state)
+    bring_to(module, precision)
     params = weight_decay_groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
     optim = OPTIMIZERS[optimizer](params)
     result: dict[str, Any] = {"loss": [], "norm": [], "grad_norm": [], "gradients": {}}

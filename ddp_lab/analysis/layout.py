@@ -88,6 +88,7 @@ SETTINGS = layout(
     {  # what is off by default may be missing: the run is older than the flag
         bool: dict.fromkeys(("no_profile", "tf32", "compile", "overlap_optimizer", "find_unused_parameters"), False),
         Count: {"seed": 0, "warmup_steps": 0},
+        Several: {"loss_chunks": 1},
         Several | None: or_none("max_steps sequence_length nodes lora_rank lora_alpha"),
         Rate | None: or_none("lr clip_grad_norm loss_scale"),
         Line: {"task": "classification", "text_column": "text", "label_column": "label", "schedule": "constant"}

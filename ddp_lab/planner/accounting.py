@@ -16,6 +16,7 @@ from typing import Any
 from ddp_lab.planner.contracts import MODEL_STATES
 from ddp_lab.runtime.data.reviews import STARS
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.options import BF16_TRUE
 from ddp_lab.strategy.precision import AUTOCAST
 
 STAGES = {
@@ -31,6 +32,7 @@ PRECISIONS = {
     "fp32": ((4, 4, 8), "Everything in fp32; Adam keeps two values a parameter."),
     "bf16": ((4, 4, 8), "Autocast, as the runner's --precision bf16: states stay in fp32, linear layers run in bf16."),
     "fp16": ((4, 4, 8), "Autocast, as the runner's --precision fp16: states stay in fp32, linear layers run in fp16."),
+    "bf16-true": ((2, 2, 4), "As the runner's --precision bf16-true: states are in bf16."),
     "mixed": (
         (2, 2, 12),
         "ZeRO's mixed precision: 16-bit parameters and gradients; fp32 master copy and both of Adam's values.",
@@ -141,7 +143,7 @@ class Decoder:
             tokens: Of each sample (s).
             precision: `fp32`, or `bf16` or `fp16` for autocast: linear layers and attention then keep 16-bit copies.
         """
-        if precision == "mixed":
+        if precision in ("mixed", BF16_TRUE):
             return []
         bs, layers, low = samples * tokens, self.layers, HALF if precision in AUTOCAST else FP32
         d, f, q, kv = self.d_model, self.d_ff, self.d_q, self.d_kv

@@ -21,8 +21,8 @@ NEEDED_SIZES = SIZES[:3]
 AS_THE_RUNNERS = (
     *("sequence_parallel", "async_tensor_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
     *("global_batch_size", "grad_accum_steps", "precision"),
-    *("param_dtype", "reduce_dtype", "master_dtype", "activation_checkpointing", "offload", "clip_grad_norm"),
-    "bucket_cap_mb",
+    *("param_dtype", "reduce_dtype", "master_dtype", "activation_checkpointing", "loss_chunks", "offload"),
+    *("clip_grad_norm", "bucket_cap_mb"),
 )
 """Settings of a plan that mean what they mean for the runner, as `--mesh` does but for `auto`."""
 count, amount = at_least(1), at_least(0, float)
@@ -89,7 +89,7 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     add("--parameters", type=at_least(1, float), help=numbers)
     add("--ranks", type=count, default=1, help="ranks that share the states (default: 1)")
     add("--tp", type=count, default=1, help="ranks that each layer is cut over, besides (default: 1)")
-    precisions = "bf16, fp16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
+    precisions = "as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
     add("--precision", choices=(*PRECISIONS, "mixed"), default="fp32", help=precisions)
     add("--micro-batch-size", type=count, default=1, help="samples in a micro-batch (default: 1)")
     add("--device-memory-gib", type=at_least(0.001, float), default=80.0, help="of one device, in GiB (default: 80)")
@@ -101,7 +101,7 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file to write; give it to `ddp-lab plan --record`")
     add("--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)")
-    add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
+    add("--precision", choices=PRECISIONS, default="fp32", help="as the runner's (default: fp32)")
     add("--repeats", type=count, default=7, help="how often each step is timed (default: 7)")
 
 

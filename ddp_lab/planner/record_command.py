@@ -26,6 +26,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     from ddp_lab.planner.costs.timing import TrainingStep, measure
     from ddp_lab.planner.plan_command import write
     from ddp_lab.runtime.records.record import to_json
+    from ddp_lab.strategy.precision import bring_to
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -33,6 +34,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     try:
         with device:
             module = model.build()
+            bring_to(module, options.precision)
             optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
             batches = [model.micro_batches(1, int(size), options.sequence_length) for size in sizes]
             steps = [TrainingStep(module, batch, optimizer, options.precision) for batch in batches]

@@ -19,8 +19,8 @@ from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, ZB_H1, MeshS
 from ddp_lab.runtime.settings.profiling import ProfilingSettings
 from ddp_lab.runtime.settings.training import TrainingSettings
 from ddp_lab.strategy.options import FP16, StrategyOptions
+from ddp_lab.strategy.recompute.setting import BY_POLICY
 from ddp_lab.strategy.recompute.setting import NONE as NO_BLOCKS
-from ddp_lab.strategy.recompute.setting import SELECTIVE
 
 SEQUENCE_PARALLEL, ASYNC = "-sp", "-async"
 """Behind a mesh in the label of a run."""
@@ -38,9 +38,9 @@ RULES: Rules = (
         "and scatters it overlaps",
     ),
     (
-        lambda c: not c.async_tensor_parallel or c.strategy.activation_checkpointing != SELECTIVE,
-        f"--async-tensor-parallel with --activation-checkpointing {SELECTIVE}: must be one or the other, since"
-        " products in pieces are not kept",
+        lambda c: not c.async_tensor_parallel or c.strategy.activation_checkpointing not in BY_POLICY,
+        "--async-tensor-parallel with --activation-checkpointing {0.strategy.activation_checkpointing}: must be one or "
+        "the other, since products in pieces are not kept",
     ),
     (
         lambda c: c.plan is None or ((c.cuts_layers or c.has_stages) and not c.pipeline_split),
@@ -49,6 +49,10 @@ RULES: Rules = (
     (
         lambda c: not (c.cuts_layers and c.strategy.compile),
         "--compile: must be without tp, whose collectives would be in the graph",
+    ),
+    (
+        lambda c: not c.cuts_layers or c.strategy.loss_chunks == 1,
+        "--loss-chunks {0.strategy.loss_chunks}: must be without tp, over whose ranks the vocabulary is cut",
     ),
     (
         lambda c: not (c.cuts_layers and c.lora_rank),

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 MicroBatch = Mapping[str, Tensor]
+IGNORED = -100
+"""The label of a token that is no target, as transformers has it."""
 
 
 class StepData(NamedTuple):

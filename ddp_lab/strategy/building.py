@@ -16,6 +16,7 @@ from ddp_lab.strategy.communication.consistency import (
 from ddp_lab.strategy.communication.observer import follow_gradients
 from ddp_lab.strategy.gradient_watch import GradientWatch
 from ddp_lab.strategy.options import FP16, StrategyOptions
+from ddp_lab.strategy.precision import bring_to
 from ddp_lab.strategy.recompute.setting import NONE
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def prepared(
         UnsupportedError: says what cannot be trained, or what an option needs.
     """
     require_supported_parameters(module)
+    bring_to(module, options.precision)
     if shards:
         require_own_memory(module)
     if options.param_dtype:
@@ -55,6 +57,10 @@ def prepared(
         from ddp_lab.strategy.recompute.apply import checkpoint_activations
 
         checkpoint_activations(module, options.activation_checkpointing)
+    if options.loss_chunks > 1:
+        from ddp_lab.strategy.chunked_loss import chunk_loss
+
+        chunk_loss(module, options.loss_chunks)
     if FP16 in (options.precision, options.param_dtype):
         from ddp_lab.strategy.communication.loss_scale import LossScaler
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ddp_lab.strategy.model_parallel import ModelParallel
 
 AUTO = "auto"
-FP16 = "fp16"
-PRECISIONS = ("fp32", "bf16", FP16)
+FP16, BF16_TRUE = "fp16", "bf16-true"
+PRECISIONS = ("fp32", "bf16", FP16, BF16_TRUE)
 PARAM_DTYPES, REDUCE_DTYPES, MASTER_DTYPES = ("bf16", "fp16"), ("fp32", "bf16"), ("bf16",)
 COMPRESSIONS = ("int8", "powersgd")
 OFFLOADS = ("optimizer", "parameters")
@@ -60,17 +60,21 @@ RULES: Rules = (
     ),
     (
         lambda o: not o.param_dtype or o.precision == "fp32",
-        "--param-dtype {0.param_dtype} with --precision {0.precision}: must be one or the other: autocast is "
-        "over fp32 parameters",
+        "--param-dtype {0.param_dtype} with --precision {0.precision}: must be one or the other: each says what "
+        "modules compute in",
     ),
     (
         lambda o: o.master_dtype in (None, o.param_dtype),
         "--master-dtype {0.master_dtype}: must be with --param-dtype {0.master_dtype}",
     ),
     (
-        lambda o: not o.compile_backend or o.activation_checkpointing != recomputation.SELECTIVE,
-        f"--activation-checkpointing {recomputation.SELECTIVE} with --compile: must be one or the other: a "
+        lambda o: not o.compile_backend or o.activation_checkpointing not in recomputation.BY_POLICY,
+        "--activation-checkpointing {0.activation_checkpointing} with --compile: must be one or the other: a "
         "policy does not see the operators of a compiled block",
+    ),
+    (
+        lambda o: not o.reduce_dtype or o.precision != BF16_TRUE,
+        f"--reduce-dtype with --precision {BF16_TRUE}: must be one or the other, since gradients are in bf16 then",
     ),
     (
         lambda o: not (o.compress and o.reduce_dtype),
@@ -110,7 +114,7 @@ class StrategyOptions:
     precision: str = _precision(
         "fp32",
         "bf16 and fp16 are autocast over fp32 master states, fp16 with a dynamic loss scale "
-        "(docs/how-it-works/loss_scaling.md)",
+        "(docs/how-it-works/loss_scaling.md); bf16-true keeps all in bf16, optimizer states too: lossy",
         choices=PRECISIONS,
     )
     loss_scale: float | None = _precision(
@@ -138,9 +142,16 @@ class StrategyOptions:
     activation_checkpointing: str = _memory(
         recomputation.NONE,
         "free activations of these blocks in forward and compute them again in backward: block is all, every:N each "
-        "N-th, selective all but matrix products and attention; torch:block and torch:every:N by torch's own code",
+        "N-th, selective all but matrix products and attention, op also every second of these products; torch:block "
+        "and torch:every:N by torch's own code",
         read=recomputation.text,
         metavar="BLOCKS",
+    )
+    loss_chunks: int = _memory(
+        1,
+        "causal-lm: compute head and loss for so many parts of a micro-batch's tokens one after the other, so that "
+        "only these logits exist at a time (docs/language-models.md)",
+        at_least=1,
     )
     offload: str | None = _memory(
         None,

@@ -10,12 +10,10 @@ What FSDP2 has as `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. With `param
   micro-batches is not rounded at each term.
 """
 
-from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
@@ -95,13 +93,3 @@ class Placement(NamedTuple):
 def per_rank(size: int, ranks: int) -> int:
     """The largest part, if `size` is cut as evenly as possible."""
     return -(-size // ranks)
-
-
-def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Cast floating-point arguments of `modules` to `dtype`, as FSDP2 does by default."""
-
-    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
-
-    for module in modules:
-        module.register_forward_pre_hook(cast, with_kwargs=True)

@@ -22,10 +22,11 @@ from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.norms import clip_parts
 from ddp_lab.strategy.optimizers import MakeOptimizer, hand_over, require_given_up
 from ddp_lab.strategy.optimizers import Part as OptimizerPart
+from ddp_lab.strategy.precision import cast_inputs
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.state import require_matching_state, shapes_of
-from sharding.options.placement import Placement, cast_inputs
+from sharding.options.placement import Placement
 from sharding.options.replicas import ShardRanks
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket

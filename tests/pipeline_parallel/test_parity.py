@@ -80,6 +80,10 @@ def test_blocks_computed_again(ranks: RankPool, choice: str, schedule: str) -> N
     check_in_pipeline(ranks, "dp=2,pp=2", choice, "lm, long", schedule, options={"activation_checkpointing": "block"})
 
 
+def test_a_loss_in_chunks(ranks: RankPool) -> None:
+    check_in_pipeline(ranks, "pp=2", "zero1", "lm, long, tied", "zb-h1", options={"loss_chunks": 2})
+
+
 @each_row(
     "mesh, model, schedule",
     [

@@ -109,7 +109,7 @@ def kept_bytes(module: nn.Module, samples: int, tokens: int, precision: str) -> 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@each_row("precision", PRECISIONS)
+@each_row("precision", PRECISIONS[:3])
 @each_row(("samples", "kv_heads"), [(1, 2), (3, 2), (3, 4)])
 def test_activation_terms_are_what_autograd_keeps(precision: str, samples: int, kv_heads: int) -> None:
     """But for a few numbers a sample, at the head."""

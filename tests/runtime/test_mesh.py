@@ -65,6 +65,7 @@ def test_a_mesh_must_fit_the_ranks() -> None:
         ),
         ({"plan": "plan.toml", "mesh": "dp=2"}, "--plan plan.toml: must be with --mesh and tp or pp above 1"),
         ({"mesh": "tp=2", "compile": True}, "--compile: must be without tp"),
+        ({"mesh": "tp=2", "loss_chunks": 2}, "--loss-chunks 2: must be without tp"),
         ({"mesh": "tp=2", "lora_rank": 2}, "--lora-rank 2: must be without tp"),
         ({"mesh": "tp=2", "overlap_optimizer": True}, "--overlap-optimizer with --mesh tp=2: must be without tp"),
     ],

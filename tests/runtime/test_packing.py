@@ -18,7 +18,8 @@ from transformers import (
 
 from ddp_lab.runtime.data.causal_lm import keeps_documents_apart
 from ddp_lab.runtime.data.masks import read_no_masks
-from ddp_lab.runtime.data.packing import IGNORED, Documents, TokenSequences, collate_sequences, target_count
+from ddp_lab.runtime.data.packing import Documents, TokenSequences, collate_sequences, target_count
+from ddp_lab.strategy.batches import IGNORED
 from tests.runtime.test_masks import CountReads
 from tests.tables import each_row
 

@@ -272,7 +272,7 @@ def refusals() -> dict[str, str]:
     )
     for choice in parity.all_choices():
         if choice[1].startswith("deepspeed"):
-            said["--precision fp16: DeepSpeed scales losses by itself"] = message_of(
+            said["--precision: DeepSpeed scales losses and keeps masters"] = message_of(
                 UnsupportedError, load(choice), build("plain"), OPTIMIZERS["sgd"], options
             )
     return said

@@ -50,10 +50,10 @@ def micro_batches(step: int, rank: int) -> list[dict[str, Tensor]]:
     return [collate([of_step[kind][index] for index in indices]) for kind, indices in SHARES[rank]]
 
 
-def train_here(choice: tuple[str, str]) -> dict[str, Any]:
+def train_here(choice: tuple[str, str], chunks: int) -> dict[str, Any]:
     """Three steps on this rank's share."""
     rank = dist.get_rank()
-    strategy = load(choice)(tiny_llama(seed=rank), OPTIMIZERS["adam"], options_of(choice))
+    strategy = load(choice)(tiny_llama(seed=rank), OPTIMIZERS["adam"], options_of(choice, loss_chunks=chunks))
     result: dict[str, Any] = {"loss": []}
     for step in range(STEPS):
         batches = micro_batches(step, rank)
@@ -98,7 +98,8 @@ def test_the_shares_are_uneven_and_the_naive_mean_is_another() -> None:
 @for_each_choice
 def test_ranks_with_few_and_many_targets_equal_one_process(ranks: RankPool, choice: tuple[str, str]) -> None:
     expected = alone()
-    results = ranks.run(2, train_here, choice)
-    assert results[0]["loss"] == results[1]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert_close(results[0]["gradients"], expected["gradients"], 1e-6, "gradient")
-    assert_close(results[0]["state"], expected["state"], TOLERANCE["adam"], "parameter")
+    for chunks in (1, 3):
+        results = ranks.run(2, train_here, choice, chunks)
+        assert results[0]["loss"] == results[1]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert_close(results[0]["gradients"], expected["gradients"], 1e-6, "gradient")
+        assert_close(results[0]["state"], expected["state"], TOLERANCE["adam"], "parameter")

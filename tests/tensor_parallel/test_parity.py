@@ -88,7 +88,7 @@ def test_pytorchs_own(ranks: RankPool, mesh: str, choice: str) -> None:
     check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 2, clip=0.5)
 
 
-@pytest.mark.parametrize("setting", by_default(["block", "every:2", "selective", "torch:block"], "block", "selective"))
+@pytest.mark.parametrize("setting", by_default(["block", "every:2", "selective", "op", "torch:block"], "block", "op"))
 def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
     """Backward repeats f and g in the same order on all ranks."""
     options = {"activation_checkpointing": setting}

@@ -81,6 +81,7 @@ SETTINGS = {
     "held-out samples": Setting(lambda record: record.get("eval_samples"), (LOSS,)),
     "precision": Setting(of_config("precision"), EVERYTHING),
     "activation checkpointing": Setting(of_config("activation_checkpointing", "none"), (TIME, MEMORY)),
+    "loss chunks": Setting(lambda record: record["config"].get("loss_chunks", 1), (TIME, MEMORY)),
     "first loss scale": Setting(of_config("loss_scale", "65536 in fp16"), (LOSS,)),
     "parameter dtype": Setting(of_config("param_dtype", "the model's"), EVERYTHING),
     "reduction dtype": Setting(of_config("reduce_dtype", "by default"), EVERYTHING),

@@ -24,7 +24,7 @@ class Peak(NamedTuple):
 def peak_of(record: dict[str, Any]) -> Peak | None:
     """The peak of each device of a run, at the precision of its matrix products. None for a CPU and an unknown GPU."""
     config = record["config"]
-    half = {"bf16": "bfloat16", "fp16": "float16"}
+    half = {"bf16": "bfloat16", "bf16-true": "bfloat16", "fp16": "float16"}
     dtype = half.get(config.get("param_dtype") or config["precision"], "tfloat32" if config.get("tf32") else "float32")
     device = gpus().get(spelled(record["device_name"]))
     if device is None or dtype not in device["flops"]:

@@ -9,7 +9,7 @@ from ddp_lab.strategy.recompute.setting import NONE
 
 NAMED = (
     *("mesh", "async_tensor_parallel"),
-    *("param_dtype", "master_dtype", "reduce_dtype", "activation_checkpointing", "offload"),
+    *("param_dtype", "master_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload"),
 )
 """Settings that the headline names where they are given."""
 
@@ -27,7 +27,7 @@ def headline(plan: Plan) -> str:
     settings = [
         *[case.model.task] * (case.model.kind == "tokens"),
         config.strategy.precision,
-        *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NONE)),
+        *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NONE, 1)),
         *["--sequence-parallel"] * any(each.config.sequence_parallel for each in plan.cases),
         *{f"pipelines {each.config.pipeline_schedule}" for each in plan.cases if each.config.has_stages},
     ]

@@ -59,6 +59,7 @@ MAY_DIFFER = (
     "max_steps",
     "bucket_cap_mb",
     "activation_checkpointing",
+    "loss_chunks",
     "overlap_optimizer",
     "offload",
     "find_unused_parameters",

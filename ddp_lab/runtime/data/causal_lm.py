@@ -15,13 +15,14 @@ from ddp_lab.runtime.data import hub, prose
 from ddp_lab.runtime.data.documents import Source
 from ddp_lab.runtime.data.kept import kept_text
 from ddp_lab.runtime.data.masks import read_no_masks
-from ddp_lab.runtime.data.packing import IGNORED, Documents, TokenSequences, collate_sequences, target_count
+from ddp_lab.runtime.data.packing import Documents, TokenSequences, collate_sequences, target_count
 from ddp_lab.runtime.data.text import load_trained_tokenizer, train_tokenizer
 from ddp_lab.runtime.data.workload import Language, Workload
 from ddp_lab.runtime.distributed import node_leader_first
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.watch.phases import BUILDING, during
+from ddp_lab.strategy.batches import IGNORED
 
 SAMPLE_VOCABULARY, SAMPLE_LENGTH = 1024, 128
 LONGEST_BY_DEFAULT = 1024

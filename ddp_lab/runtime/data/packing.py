@@ -14,9 +14,7 @@ from torch import Tensor
 
 from ddp_lab.runtime.data.masks import without_useless_mask
 from ddp_lab.runtime.data.sampling import Collate
-
-IGNORED = -100
-"""The label of a token that is no target."""
+from ddp_lab.strategy.batches import IGNORED
 
 
 class Documents(NamedTuple):

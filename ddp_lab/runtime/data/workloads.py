@@ -71,22 +71,24 @@ def _require_reads(config: RunConfig, workload: str, task: str) -> None:
 
 
 def build_workload(config: RunConfig) -> "Workload":
-    """The workload that `config.workload` names, the same on every rank, with adapters if there are to be. Collective.
+    """The workload that `config.workload` names, the same on every rank, with adapters or in bf16 if asked. Collective.
 
     Raises:
         UserError: on every rank: model or data cannot be found, or do not fit.
     """
     from ddp_lab.runtime.groups import on_every_rank
     from ddp_lab.runtime.watch.phases import READING, between_steps
+    from ddp_lab.strategy.precision import bring_to
 
     between_steps(READING)
     on_every_rank(lambda: require_found(config))
     workload = _named(config)
-    if config.lora_rank is None:
-        return workload
-    from ddp_lab.runtime.data.lora import with_adapters
+    if config.lora_rank is not None:
+        from ddp_lab.runtime.data.lora import with_adapters
 
-    return with_adapters(workload, config)
+        workload = with_adapters(workload, config)
+    bring_to(workload.model, config.strategy.precision)
+    return workload
 
 
 def _named(config: RunConfig) -> "Workload":

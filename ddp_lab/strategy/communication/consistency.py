@@ -74,7 +74,7 @@ def _overlap(one: Tensor, another: Tensor) -> bool:
     return bool(torch.isin(first, second).any())
 
 
-def require_castable(module: nn.Module) -> None:
+def require_castable(module: nn.Module, flag: str = "--param-dtype") -> None:
     """Refuse modules that take no parameters of another dtype than their buffers.
 
     Raises:
@@ -83,7 +83,7 @@ def require_castable(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.running_mean is not None:
             raise UnsupportedError(
-                f"--param-dtype: {type(layer).__name__} {name} keeps its statistics in {layer.running_mean.dtype}, and "
+                f"{flag}: {type(layer).__name__} {name} keeps its statistics in {layer.running_mean.dtype}, and "
                 "takes no parameters in another dtype; use --precision bf16"
             )
 

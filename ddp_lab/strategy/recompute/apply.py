@@ -43,6 +43,6 @@ def checkpoint_activations(module: nn.Module, setting: str) -> None:
         )
     for block in blocks[:: recomputation.every]:
         if recomputation.by_torch:
-            block.forward = TorchCheckpointedForward(block, block.forward, recomputation.selective)
+            block.forward = TorchCheckpointedForward(block, block.forward, recomputation.policy)
         else:
             block.forward = CheckpointedForward(block, block.forward)

@@ -5,7 +5,8 @@ first of them, forward runs again and fills them all.
 
 Selective checkpointing is the middle: results that are dear to compute stay (matrix products, attention), and what is
 cheap (norms, activation functions, sums, casts) is computed again. A block then costs nearly no extra time.
-Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models".
+Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models". `op` keeps the results of
+attention and of every second matrix product: torchtitan's selective checkpointing by operator.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,33 +26,46 @@ from torch.utils.checkpoint import (
 )
 
 from ddp_lab.strategy.recompute.checkpoint import buffers_kept
+from ddp_lab.strategy.recompute.setting import OP
 
-KEPT = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        *("mm", "addmm", "bmm", "baddbmm", "convolution"),
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
+
+def operators(*names: str) -> frozenset[Any]:
+    return frozenset(getattr(torch.ops.aten, name).default for name in names)
+
+
+PRODUCTS = operators("mm", "addmm")
+KEPT = PRODUCTS | operators(
+    *("bmm", "baddbmm", "convolution"),
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
 )
-"""Operators whose results selective checkpointing keeps."""
+"""Operators whose results a policy keeps; `op` those of every second of `PRODUCTS`, the first among them."""
 
 
-def keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+class Policy:
+    """What one run of a block keeps."""
+
+    def __init__(self, name: str) -> None:
+        self._every, self._seen = 2 if name == OP else 1, -1
+
+    def __call__(self, _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        self._seen += operator in PRODUCTS
+        is_left_out = operator in PRODUCTS and self._seen % self._every
+        keeps = operator in KEPT and not is_left_out
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class TorchCheckpointedForward:
     """Stands in for the `forward` of a block.
 
     Args:
-        selective: Keep the results of `KEPT`.
+        policy: Keep results by this `Policy`. Default: none.
     """
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], selective: bool) -> None:
-        self.block, self.forward, self.selective = block, forward, selective
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], policy: str | None) -> None:
+        self.block, self.forward, self.policy = block, forward, policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -62,10 +76,9 @@ class TorchCheckpointedForward:
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Of the first forward pass, and of the second."""
-        contexts = (
-            create_selective_checkpoint_contexts(keep_products) if self.selective else (nullcontext(), nullcontext())
-        )
-        first, second = contexts
+        first, second = nullcontext(), nullcontext()
+        if self.policy:
+            first, second = create_selective_checkpoint_contexts(Policy(self.policy))
         return first, within(buffers_kept(self.block), second)
 
 
@@ -88,6 +101,6 @@ def within(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any
 
 
 def keeps_outputs() -> bool:
-    """Whether selective activation checkpointing runs, which may keep what the last operator has answered."""
+    """Whether activation checkpointing by a policy runs, which may keep what the last operator has answered."""
     kinds = _CachingTorchDispatchMode, _CachedTorchDispatchMode
     return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())

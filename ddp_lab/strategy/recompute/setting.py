@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ddp_lab.runtime.errors import UserError
 
-NONE, SELECTIVE = "none", "selective"
-FORMS = "none, block, every:N, selective, torch:block or torch:every:N"
+NONE, SELECTIVE, OP = "none", "selective", "op"
+BY_POLICY = (SELECTIVE, OP)
+FORMS = "none, block, every:N, selective, op, torch:block or torch:every:N"
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,12 @@ class Recomputation:
 
     Attributes:
         every: Each so many blocks, the first of them; 1: all.
-        selective: Keep the results of matrix products and of attention, and compute the rest again.
+        policy: Which results are kept of what is computed again: one of `BY_POLICY`, or none.
         by_torch: With `torch.utils.checkpoint`, instead of `ddp_lab.strategy.recompute.checkpoint`.
     """
 
     every: int = 1
-    selective: bool = False
+    policy: str | None = None
     by_torch: bool = False
 
     @classmethod
@@ -33,8 +34,8 @@ class Recomputation:
         """
         if text == NONE:
             return None
-        if text == SELECTIVE:
-            return cls(selective=True, by_torch=True)
+        if text in BY_POLICY:
+            return cls(policy=text, by_torch=True)
         parts = re.fullmatch(r"(torch:)?(?:block|every:([1-9]\d*))", text)
         if parts is None:
             raise UserError(f"--activation-checkpointing {text}: must be one of {FORMS}")

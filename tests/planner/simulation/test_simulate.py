@@ -190,7 +190,7 @@ def two_batches(samples: int) -> list[dict[str, Tensor]]:
     return [make_batch("llama", samples, seed) for seed in range(2)]
 
 
-RECOMPUTED = ("block", "torch:block", "selective")
+RECOMPUTED = ("block", "torch:block", "selective", "op")
 BF16 = {"param_dtype": "bf16", "master_dtype": "bf16"}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
@@ -15,7 +16,7 @@ from ddp_lab.strategy.recompute.apply import checkpoint_activations
 from tests.models import LORA, build, make_batch
 from tests.tables import each_row
 
-SETTINGS = ("block", "every:2", "selective", "torch:block")
+SETTINGS = ("block", "every:2", "selective", "op", "torch:block")
 
 
 def checkpointed(model: str, setting: str) -> nn.Module:
@@ -67,6 +68,23 @@ def test_blocks_run_again_and_nothing_else_does(setting: str, times: float) -> N
     assert ran == 4 * times + 4
 
 
+def test_op_computes_every_second_product_again() -> None:
+    """Of the seven of a Llama block: keys, attention's output, up. As torchtitan's, in every block anew."""
+    flops, batch = {}, make_batch("llama", 4, 1)
+    for setting in ("none", "selective", "op"):
+        module = checkpointed("llama", setting)
+        with FlopCounterMode(display=False) as counter:
+            module(**batch).loss.backward()
+        flops[setting] = counter.get_total_flops()
+    second = [
+        p
+        for name, p in module.named_parameters()
+        if name.endswith(("k_proj.weight", "o_proj.weight", "up_proj.weight"))
+    ]
+    again = 2 * batch["input_ids"].numel() * sum(map(Tensor.numel, second))
+    assert flops["selective"] == flops["none"] == flops["op"] - again
+
+
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +119,8 @@ def test_the_peak_of_activations_falls() -> None:
     held = {setting: peak(setting) for setting in ("none", *SETTINGS)}
     assert held["none"] > 6 * 8
     assert held["block"] < 8 + 7 + 5 and held["torch:block"] < 8 + 7 + 5
-    assert held["every:2"] < 0.7 * held["none"] and held["block"] < held["selective"] < 0.7 * held["none"]
+    assert held["every:2"] < 0.7 * held["none"] and held["block"] < held["op"]
+    assert held["op"] < held["selective"] < 0.7 * held["none"]
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

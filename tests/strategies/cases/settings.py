@@ -31,7 +31,7 @@ class Rounding(NamedTuple):
 
 
 BF16, FP16 = {"param_dtype": "bf16"}, {"param_dtype": "fp16"}
-AUTOCAST, AUTOCAST_FP16 = {"precision": "bf16"}, {"precision": "fp16"}
+AUTOCAST, AUTOCAST_FP16, ALL = {"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16-true"}
 MASTERS, REDUCED, SCALED = {"master_dtype": "bf16"}, {"reduce_dtype": "bf16"}, {"loss_scale": 64.0}
 INT8, POWERSGD, COMPILED = {"compress": "int8"}, {"compress": "powersgd"}, {"compile_backend": "aot_eager"}
 ROUNDINGS = {
@@ -47,6 +47,7 @@ ROUNDINGS = {
     "parameters in fp16, reduced": Rounding(FP16 | REDUCED | SCALED, FP16),
     "masters": Rounding(BF16 | MASTERS, BF16, 0.05),
     "masters, reduced": Rounding(BF16 | MASTERS | REDUCED, BF16, 0.05),
+    "all in bf16": Rounding(ALL, ALL),
     "int8": Rounding(INT8, {}, 0.05, 0.05),
     "int8, bf16": Rounding(INT8 | AUTOCAST, AUTOCAST, 0.05, 0.05),
     "powersgd": Rounding(POWERSGD, {}, 0.05, 1.0),
@@ -55,7 +56,7 @@ ROUNDINGS = {
     "compiled, bf16": Rounding(COMPILED | AUTOCAST, AUTOCAST),
     "compiled, parameters in bf16": Rounding(COMPILED | BF16, BF16),
 }
-RECOMPUTED = {how: {"activation_checkpointing": how} for how in ("block", "every:2", "selective", "torch:block")}
+RECOMPUTED = {how: {"activation_checkpointing": how} for how in ("block", "every:2", "selective", "op", "torch:block")}
 OFFLOADED = {what: {"offload": what} for what in ("optimizer", "parameters", "optimizer:FOLDER", "parameters:FOLDER")}
 PAIRS = {f"{one}, {two}": RECOMPUTED[one] | OFFLOADED[two] for one, two in product(RECOMPUTED, OFFLOADED)}
 EXACT: dict[str, Options] = {"once more": {}, **RECOMPUTED, **OFFLOADED, **PAIRS}
@@ -107,11 +108,15 @@ class Case(NamedTuple):
     def is_tried(self) -> bool:
         """Whether choice and module take the settings, and one process has a counterpart."""
         options = self.options(self.exact)
-        if "param_dtype" in options and self.model == "odd":
+        if casts(options) and self.model == "odd":
             return False  # which computes with fp32 and fp64 at once
         if refusal(self.choice, options) or refusal_of_module(self.choice, self.model, options):
             return False
         return not is_rounded_otherwise(self.choice, self.model, options)
+
+
+def casts(options: Options) -> bool:
+    return "param_dtype" in options or options.get("precision") == "bf16-true"
 
 
 def refusal(choice: Choice, options: Options) -> str | None:
@@ -129,7 +134,7 @@ def refusal_of_module(choice: Choice, model: str, options: Options) -> str | Non
         return "has no blocks"
     if "activation_checkpointing" in options and model in ("llama, checkpointed", "llama, checkpointed, re-entrant"):
         return "computes its blocks again by itself"
-    if "param_dtype" in options and model in WITH_STATISTICS:
+    if casts(options) and model in WITH_STATISTICS:
         return "keeps its statistics"
     if "compile_backend" in options and choice[1] == "zero3" and model in WITHOUT_BLOCKS:
         return "--compile: zero3 must gather layer by layer"
@@ -151,13 +156,14 @@ def is_rounded_otherwise(choice: Choice, model: str, options: Options) -> bool:
 @cache
 def sample() -> list[Case]:
     """Each pair of a choice of each family, a rounding and an exact setting, each time with another module."""
-    exact = ["once more", "block", "selective", "optimizer", "parameters:FOLDER"]
+    exact = ["once more", "block", "op", "optimizer", "parameters:FOLDER"]
     roundings = [
         "fp32",
         "fp16, overflowing",
         "bf16, reduced",
         "parameters in fp16, reduced",
         "masters, reduced",
+        "all in bf16",
         "int8",
     ]
 

@@ -24,6 +24,11 @@ def labels(record: dict[str, Any] | None) -> list[str]:
             f"No master values: parameters are kept and computed with in {config['master_dtype']}, and every update is "
             "rounded to it at random. This is lossy: losses differ from those of fp32, and of fp32 masters."
         )
+    elif config.get("precision") == "bf16-true":
+        lines.append(
+            "Parameters, gradients and optimizer states are in bf16. This is lossy: an update below half a unit in the "
+            "last place of a weight is lost."
+        )
     elif config.get("param_dtype"):
         lines.append(
             f"Parameters are gathered and computed with in {config['param_dtype']}, and updated in their own dtype: "
