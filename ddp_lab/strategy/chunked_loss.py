@@ -52,7 +52,7 @@ class ChunkedLoss:
         self._head, self._logits, self._loss, self._chunks = head, head.forward, model.loss_function, chunks
         self._labels: Tensor | None = None
         self._made: Tensor | None = None
-        head.forward = self._forward  # type: ignore[method-assign]
+        head.forward = self._forward  # type: ignore[assignment]
         model.loss_function = self._answer
 
     def take_labels(self, _: nn.Module, __: Any, kwargs: Any) -> None:
@@ -91,7 +91,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: int) -> Tensor:
         kind = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        head = [part if part is None else part.to(ctx.dtype) for part in (weight, bias)]
+        head = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
         for part, wanted in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
             logits = linear(part.to(ctx.dtype), *head)
@@ -106,7 +106,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, count = ctx.saved_tensors
         dtype, wanted = ctx.dtype, ctx.needs_input_grad
-        head = [part if part is None else part.to(dtype) for part in (weight, bias)]
+        head = weight.to(dtype), None if bias is None else bias.to(dtype)
         of_hidden = torch.empty_like(hidden)
         # Chunks are added up in fp32, whatever they are computed in: so the sum is rounded once.
         of_weight, of_bias = (
