@@ -43,7 +43,7 @@ class Int8:
         self._rounds: dict[int, int] = {}
         self._started: list[Int8AllReduce] = []
 
-    def average(self, number: int, flat: Tensor, parts: Sequence[Tensor] = ()) -> "Int8AllReduce":
+    def average(self, number: int, flat: Tensor) -> "Int8AllReduce":
         """Start to average `flat` over ranks.
 
         Args:
