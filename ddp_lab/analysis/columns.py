@@ -205,6 +205,19 @@ STRAGGLER_COLUMNS = {
     "costs_ms": Column("costs", "ms", "in these, exposed waiting of all other ranks", 1, 2),
 }
 
+BUCKET_COLUMNS = {
+    "group": COLLECTIVE_COLUMNS["group"],
+    "place": Column("place", "", "place among the group's collectives in the step; of several calls, the first"),
+    "kind": COLLECTIVE_COLUMNS["kind"],
+    "bytes": Column("payload", "MiB/call", "payload of a call in bytes, by nccl-tests' definition of size", MIB, 3),
+    "calls_per_step": Column("calls", "calls/step", "calls in one optimizer step"),
+    "after_backward_ms": Column("start", "ms", "median start, relative to the end of the step's last backward", 1, 2),
+    "duration_ms": Column("duration", "ms/call", "median time from start to end on a rank", 1, 2),
+    "total_ms_per_step": Column("total", "ms/step", "sum of durations in one optimizer step, hidden or not", 1, 2),
+    "exposed_ms_per_step": Column("exposed", "ms/step", "time without compute that counts for these calls", 1, 2),
+    "busbw_gbps": Column("busbw", "GB/s", "median bus bandwidth", 1, 3),
+}
+
 AUDIT_COLUMNS = {
     "subject": Column("check", "", "what is checked"),
     "rank": Column("rank", "", "on which rank; empty for a figure of the whole run"),

@@ -1,8 +1,9 @@
-"""Sections of the summary page on exposed communication: how long, and which rank was late."""
+"""Sections of the summary page on exposed communication: how long, which rank was late, and which calls."""
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import EXPOSURE_COLUMNS, Column
+from ddp_lab.analysis.columns import BUCKET_COLUMNS, EXPOSURE_COLUMNS, Column
+from ddp_lab.analysis.metrics.buckets import MOST_PLACES, buckets
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.stragglers import by_rank, has_stages, stragglers, verdict
 from ddp_lab.analysis.report.figures.ranks import ranks_figure
@@ -37,7 +38,10 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
             figure=drawing(parts_figure([f"rank {rank}" for rank in drawn["rank"]], drawn)),
         )
     ]
-    return sections if exposure.collectives.empty else [*sections, straggler_section(exposure)]
+    if exposure.collectives.empty:
+        return sections
+    steps = exposure.steps["step"].nunique()
+    return [*sections, straggler_section(exposure), bucket_section(buckets(exposure.collectives, steps))]
 
 
 def unmatched(calls: pd.DataFrame) -> str:
@@ -76,4 +80,19 @@ def straggler_section(exposure: Exposure) -> Section:
         text,
         table=table("late", shown[list(LATE_COLUMNS)], LATE_COLUMNS),
         figure=drawing(ranks_figure(late, panels)) if late["step"].nunique() >= ENOUGH_STEPS else None,
+    )
+
+
+def bucket_section(rows: pd.DataFrame) -> Section:
+    """Calls by bucket; of many, those with the most exposed time."""
+    shown = rows.nlargest(MOST_PLACES, "exposed_ms_per_step").sort_index()
+    return Section(
+        "Calls by bucket",
+        f"The {len(shown)} of {len(rows)} with the most exposed time. Of a step with more than {MOST_PLACES} calls, "
+        "those of one kind and size share a row. Means over steps and ranks; times of a call are medians. A start "
+        "below 0 is before the end of backward: only such a bucket can be hidden. busbw is payload over the time from "
+        "the last rank's arrival to the last rank's end, times nccl-tests' factor, so it can be compared with the rate "
+        "of the link. collectives.csv has every call of every rank.",
+        folded=True,
+        table=table("places", shown, BUCKET_COLUMNS),
     )
