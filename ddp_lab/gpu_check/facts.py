@@ -3,11 +3,10 @@
 import json
 import os
 import platform
-import shutil
-import subprocess
 
 import torch
 
+from ddp_lab.doctor.live.machine import output_of
 from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS, ROOT, SKIPPED, Machine, Verdict
 
 KINDS_OF_LINKS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
@@ -19,7 +18,7 @@ def environment(machine: Machine) -> Verdict:
     """Versions, devices and the variables that matter, in `environment.json`."""
     devices = [torch.cuda.get_device_properties(index) for index in range(min(machine.ranks, machine.gpus))]
     found = {
-        "revision": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "revision": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD").strip(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": list(torch.cuda.nccl.version()) if machine.has_gpus else None,
@@ -69,10 +68,3 @@ def backends(machine: Machine) -> Verdict:
     right = {"nccl": "ProcessGroupNCCL2", "nccl-legacy": "ProcessGroupNCCL", "gloo": "ProcessGroupGloo"}
     line = "; ".join(f"{row['backend']} is {row['class']}" for row in rows)
     return Verdict(PASS if all(right[row["backend"]] == row["class"] for row in rows) else FAIL, line, rows)
-
-
-def output_of(*command: str) -> str:
-    """What a program prints; empty if it is not there or fails."""
-    if not shutil.which(command[0]):
-        return ""
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()

@@ -67,8 +67,8 @@ def examine() -> Machine:
         infiniband=_names_in("/sys/class/infiniband"),
         is_virtual="hypervisor" in _read("/proc/cpuinfo"),
         environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
-        gpus=_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines(),
-        topology=_output("nvidia-smi", "topo", "-m"),
+        gpus=output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines(),
+        topology=output_of("nvidia-smi", "topo", "-m"),
         versions=_versions(),
         port=_port(),
         iommu=f"{len(groups)} groups" if groups else "off, or not visible here",
@@ -112,7 +112,7 @@ def _read(path: str) -> str:
         return ""
 
 
-def _output(*command: str) -> str:
+def output_of(*command: str) -> str:
     """What a command prints; empty if it is missing, fails, or does not end in time."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
