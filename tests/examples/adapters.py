@@ -1,6 +1,6 @@
-"""What a course asks of data parallelism, by the public names of ddp_lab alone: a wrapped module, and an optimizer.
+"""What a course asks of data parallelism, by the public names of ddp_lab alone: a wrapped module.
 
-The course is Stanford's CS336, assignment 2 of 2026. Its loops call the module and the optimizer as on one device, and
+The course is Stanford's CS336, assignment 2 of 2026. Its loops call the module as on one device, and
 `after_backward` in between.
 """
 
@@ -35,19 +35,3 @@ class Wrapped(nn.Module):
         self.micro_batch.__exit__(None, None, None)
         self.strategy.optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
         optimizer.step = self.strategy.step  # type: ignore[method-assign]
-
-
-class ShardedOptimizer:
-    """Of parameters whose forward pass it does not see."""
-
-    def __init__(self, choice: str, params: Any, optimizer_class: type[torch.optim.Optimizer], **settings: Any) -> None:
-        self.strategy = ddp_lab.load(choice)(nn.ParameterList(params), lambda p: optimizer_class(p, **settings))
-
-    def zero_grad(self) -> None:
-        self.strategy.zero_grad()
-        self.micro_batch = self.strategy.micro_batch()
-        self.micro_batch.__enter__()
-
-    def step(self) -> None:
-        self.micro_batch.__exit__(None, None, None)
-        self.strategy.step()

@@ -1,4 +1,7 @@
-"""What the public tests of CS336's assignment 2 (2026) ask, of each choice that it applies to."""
+"""What the public tests of CS336's assignment 2 (2026) ask, of each choice that it applies to.
+
+Its sharded optimizer is asked in `tests/strategies/test_own_loop.py` (a list of parameters).
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.examples.adapters import ShardedOptimizer, Wrapped
+from tests.examples.adapters import Wrapped
 from tests.parity import IN_OWN_LOOPS, naming
 from tests.ranks import RankPool
 from tests.tables import each_row
@@ -83,31 +86,6 @@ def ddp(choice: str) -> None:
 @each_row("choice", CHOICES)
 def test_ddp(ranks: RankPool, choice: str) -> None:
     ranks.run(RANKS, ddp, choice)
-
-
-def sharded_optimizer(choice: str) -> None:
-    """It updates as the optimizer itself does."""
-    for make in (with_frozen, with_tied):
-        torch.manual_seed(42)
-        plain = make()
-        module, settings = deepcopy(plain), {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
-        optimizers = [
-            torch.optim.AdamW(plain.parameters(), **settings),
-            ShardedOptimizer(choice, module.parameters(), torch.optim.AdamW, **settings),
-        ]
-        for _ in range(10):
-            x, y = torch.rand(32, 10), torch.rand(32, 5)
-            for part, optimizer in zip((plain, module), optimizers, strict=True):
-                optimizer.zero_grad()
-                (y - part(x)).square().sum().backward()
-                optimizer.step()
-        for wanted, found in zip(plain.parameters(), module.parameters(), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-7, atol=0)
-
-
-@each_row("choice", ["zero1", "zero2"])
-def test_sharded_optimizer(ranks: RankPool, choice: str) -> None:
-    ranks.run(RANKS, sharded_optimizer, choice)
 
 
 def fsdp(choice: str, dtype: torch.dtype | None) -> None:

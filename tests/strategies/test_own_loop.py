@@ -93,6 +93,31 @@ def test_two_models_train_against_each_other(ranks: RankPool, choice: Choice) ->
             torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+def updates(choice: Choice) -> tuple[Tensor, Tensor]:
+    """Of a list of parameters, whose forward pass the strategy does not see: by the strategy, and by the optimizer."""
+    plain, module = make_net(), make_net()
+    alone = torch.optim.AdamW(plain.parameters(), weight_decay=0.1)
+    parameters = nn.ParameterList(module.parameters())
+    strategy = load(choice)(parameters, lambda p: torch.optim.AdamW(p, weight_decay=0.1), options_of(choice))
+    for step in range(STEPS):
+        x = gan_data(step, 0)[0]
+        alone.zero_grad()
+        plain(x, scale=0.5).first.square().mean().backward()
+        alone.step()
+        with strategy.micro_batch():
+            module(x, scale=0.5).first.square().mean().backward()
+        strategy.step()
+        strategy.zero_grad()
+    found, wanted = (nn.utils.parameters_to_vector(each.parameters()).detach() for each in (module, plain))
+    return found, wanted
+
+
+@each_row("name", ["zero1", "zero2"])
+def test_a_list_of_parameters_is_updated_as_by_the_optimizer(ranks: RankPool, name: str) -> None:
+    for found, wanted in ranks.run(2, updates, ("sharding", name)):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+
+
 def misuse(choice: Choice) -> dict[str, str]:
     module = make_net()
     module.first.requires_grad_(False)
