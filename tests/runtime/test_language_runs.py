@@ -48,7 +48,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, text in enumerate(texts):
         (folder / "texts" / f"{number}.txt").write_text(text)
     (folder / "text.txt").write_text("\n\n".join(texts))
-    (folder / "empty.txt").write_text("")
     (folder / "short.txt").write_text("Only a few words.")
     rows = [{"text": text} for text in texts] + [{"text": 7}]
     (folder / "number.jsonl").write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in rows[:-1]))
@@ -176,11 +175,9 @@ def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local: Path
 BAD = {
     "a text is missing": ({"dataset": "number.jsonl"}, "column text: None is not text"),
     "no text column": ({"dataset": "text.json"}, "no column text (it has body); give --text-column"),
-    "empty data": ({"dataset": "empty.txt"}, "the file is empty"),
     "too little text": ({"dataset": "short.txt"}, "needs one for each of 2 ranks"),
     "more than the model takes": ({"sequence_length": 65}, "takes at most 64 tokens"),
     "a workload that classifies": ({"workload": "sample"}, "--task causal-lm goes with --workload hub or sample-lm"),
-    "no data": ({"dataset": "nowhere.txt"}, "no such file or folder"),
 }
 
 

@@ -215,10 +215,8 @@ def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local: Path
 
 
 BAD_SETTINGS = {
-    "batch that does not divide": ({"global_batch_size": 6}, "nearest that does: 4 or 8"),
     "batch too small": ({"global_batch_size": 2}, "nearest that does: 4"),
     "fewer samples than ranks": ({"train_samples": 1, "no_profile": True}, "1 training samples for 2 ranks"),
-    "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload hub or yelp"),
     "columns without a data set": ({"label_column": "x"}, "--label-column goes with --dataset"),
     "texts without a data set": ({"text_column": "x"}, "--text-column goes with --dataset"),
     "a stream without a data set": ({"workload": "sample-lm", "streaming": True}, "--streaming goes with --dataset"),
@@ -244,11 +242,9 @@ def test_bad_settings(ranks: RankPool, tmp_path: Path, case: str) -> None:
 
 BAD_DATA = {
     "missing data": ({"dataset": "/nowhere/reviews.csv"}, "no such file or folder"),
-    "missing model": ({"model": "/nowhere/model"}, "no such folder"),
     "folder without a model": ({"model": "empty"}, "no config.json"),
     "unknown file type": ({"dataset": "reviews.pdf"}, "unknown file type"),
     "damaged data": ({"dataset": "broken.parquet"}, "cannot be read"),
-    "empty folder": ({"dataset": "empty"}, "the folder is empty"),
     "no label column": ({"dataset": "unlabelled.csv"}, "no column label"),
     "a text is missing": ({"dataset": "gap.csv"}, "row 1 of split train has None in column text"),
     "texts are numbers": ({"dataset": "numbers.jsonl"}, "has 3 in column text; every row needs a text"),

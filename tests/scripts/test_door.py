@@ -13,7 +13,6 @@ from ddp_lab.commands import COMMANDS
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
-TINY = ["--workload", "mlp", "--depth", "2", "--width", "8", "--train-samples", "16", "--eval-samples", "4"]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

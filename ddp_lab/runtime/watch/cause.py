@@ -14,16 +14,8 @@ from ddp_lab.runtime.watch.mismatch import ADVICE, Mismatch, find_deadlock, find
 from ddp_lab.runtime.watch.names import NUMBERS, RankNames
 from ddp_lab.runtime.watch.rank_state import ON_DEVICE, QUEUED, STARTED, Entry, RankState
 
-COMPLETED, STOPPED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
-    "completed",
-    "stopped",
-    "failed",
-    "killed",
-    "hung",
-    "mismatched",
-    "interrupted",
-    "lost",
-)
+COMPLETED, STOPPED, FAILED, KILLED = "completed", "stopped", "failed", "killed"
+HUNG, MISMATCHED, INTERRUPTED, LOST = "hung", "mismatched", "interrupted", "lost"
 """How a run may end (`docs/run-record.md`)."""
 
 

@@ -212,17 +212,6 @@ def test_groups_that_are_made_later_are_paced(ranks: RankPool) -> None:
     assert third == ([], True)
 
 
-def alone() -> list[bool]:
-    with paced_groups(SLOW):
-        shown: list[Any] = ["here"]
-        dist.broadcast_object_list(shown, src=0)
-        own, full = torch.ones(3), torch.empty(3)
-        dist.scatter(full, [own], src=0)
-        dist.all_reduce(own)
-        host_barrier()
-    return [shown == ["here"], own.eq(1).all().item(), full.eq(1).all().item()]
-
-
 def missing_rank() -> list[str]:
     """What a collective says that rank 1 never issues: to who waits, to who has its future, and to DDP."""
     said = []
