@@ -95,6 +95,8 @@ class Clock:
         """Compute what takes `seconds` where nothing else goes on."""
         self.notes.append(seconds)
         begin, left = self.now_s, seconds
+        if not self._active:
+            self.now_s, left = begin + seconds, 0.0
         while left > 0:
             slowness = self._contention if self._active else 1.0
             step = self._step(left * slowness)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_lab.planner.contracts import COMPONENTS, MemoryCurve
+from ddp_lab.planner.contracts import COMPONENTS, MODEL_STATES, MemoryCurve
 from ddp_lab.planner.simulation.network import holds_data
 
 HOST = "host"
@@ -38,6 +38,9 @@ class MemoryTracker:
 
     Args:
         is_cuda: Whether the rank's device is a GPU. Tensors that hold data lie on its host, and do not count.
+
+    Attributes:
+        has_host: Whether any tensor was ever assigned to `HOST`.
     """
 
     def __init__(self, is_cuda: bool) -> None:
@@ -45,7 +48,7 @@ class MemoryTracker:
         self._held: dict[int, Held] = {}
         self._bytes = dict.fromkeys(COMPONENTS, 0)
         self._total = 0
-        self._is_recording = False
+        self._is_recording = self.has_host = False
 
     def note(self, tensors: Iterable[Tensor], component: str, anywhere: bool = False) -> None:
         """Count those storages of `tensors` as `component` that are not counted yet. `anywhere`: on the host,
@@ -54,20 +57,28 @@ class MemoryTracker:
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._held and (anywhere or not (self._is_cuda and holds_data(tensor))):
-                ref = weakref.ref(storage, partial(self._forget, key))
-                held = self._held[key] = Held(0, component, ref)
-                self._resize(held, storage.nbytes())
+                nbytes = storage.nbytes()
+                held = self._held[key] = Held(nbytes, component, weakref.ref(storage, partial(self._forget, key)))
+                held.rounded = -(-nbytes // self._block) * self._block
+                self._change(component, held.rounded)
 
     def assign(self, tensors: Iterable[Tensor], component: str, unless: Iterable[str] = ()) -> None:
         """Count the storages of `tensors` as `component` from now on, except those that count as one of `unless`."""
-        self.note(tensors := list(tensors), component)
         for tensor in tensors:
             held = self._held.get(tensor.untyped_storage()._cdata)
-            if held and held.component not in (component, HOST, *unless):
+            if held is None:
+                self.note([tensor], component)
+            elif held.component not in (component, HOST, *unless):
                 size = held.rounded
                 self._change(held.component, -size)
                 held.component = component
                 self._change(component, size)
+            self.has_host = self.has_host or component == HOST
+
+    def are_states(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of `tensors` count as states of the model."""
+        held = (self._held.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return all(one is not None and one.component in MODEL_STATES for one in held)
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether it has been assigned to `HOST`."""

@@ -10,7 +10,7 @@ This file depends on interfaces of torch that are not stable: `FakeTensorMode`, 
 import dataclasses
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from ddp_lab.planner.simulation.clock import Clock, Flight
 from ddp_lab.planner.simulation.memory import MemoryTracker
 from ddp_lab.planner.simulation.network import CannotSimulate, holds_data
 from ddp_lab.planner.simulation.observer import StepObserver
+from ddp_lab.planner.simulation.repeated import Known, Maker, key_of, known, namespace_of, pattern_of
 
 aten = torch.ops.aten
 MOST_REAL = 2**22
@@ -89,25 +90,43 @@ class PretendedDevice(TorchDispatchMode):
         self.without_costs: dict[str, int] = {}
         self.phases: list[str] = []
         self.is_building = False
+        self.maker: Maker
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch's compiler, which is never at work here, is to be kept from each operator."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":  # reads the device of a tensor without data
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        kwargs, namespace = kwargs or {}, namespace_of(func)
+        if namespace == "prim":
+            return func(*args, **kwargs)
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a DTensor, say, calls the operators on this rank's part itself
-        if func.namespace == "profiler":
+        if namespace == "profiler":
             return self._follow_phase(func, args, kwargs)
-        inputs = tensors_in((*args, *kwargs.values()))
+        inputs: list[Tensor] = []
+        key = key_of(func, args, kwargs, inputs)
         if self._guards:
             self._respect_collectives(inputs)
-        answer = self._run(func, inputs, args, kwargs)
-        outputs = tensors_in((answer,))
-        on_host = bool(outputs or inputs) and all(map(holds_data, outputs or inputs))
-        if on_host and self._is_cuda:
-            return answer
-        if touches_data(func):
-            self._charge(func, args, kwargs, answer)
+        before = known.get(key) if key else None
+        answer = self.maker.answer(before.answer, inputs) if before else NotImplemented
+        if before and answer is not NotImplemented:
+            call, outputs = before.call, [answer] if type(answer) is FakeTensor else tensors_in((answer,))
+        else:
+            answer = self._run(func, inputs, args, kwargs)
+            outputs = tensors_in((answer,))
+            on_host = bool(outputs or inputs) and all(map(holds_data, outputs or inputs))
+            if on_host and self._is_cuda:
+                return answer
+            call = operator_call(func, args, kwargs, answer) if touches_data(func) else None
+            if key and key == key_of(func, args, kwargs, []) and (outputs or func._schema.is_mutable):
+                with suppress(ValueError):
+                    known[key] = Known(pattern_of(answer, inputs), call)
+        if call:
+            self._charge(call, kwargs, [*inputs, *outputs])
         self._memory.note(outputs, "activations" if {*self.phases[-1:]} & {"forward", "backward"} else "other")
         return answer
 
@@ -168,11 +187,10 @@ class PretendedDevice(TorchDispatchMode):
 
     # Charging it ------------------------------------------------------------------------------------------------------
 
-    def _charge(self, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        call = operator_call(func, args, kwargs, answer)
+    def _charge(self, call: OperatorCall, kwargs: Any, tensors: Sequence[Tensor]) -> None:
         if self._is_cuda and call.name in ON_CUDA:
             call = dataclasses.replace(call, name=name_on_cuda(call, kwargs))
-        seconds = self._seconds(call, tensors_in((*args, *kwargs.values(), answer)))
+        seconds = self._seconds(call, tensors)
         if seconds is None:
             self.without_costs[call.name] = self.without_costs.get(call.name, 0) + 1
         elif seconds > 0:
@@ -181,7 +199,8 @@ class PretendedDevice(TorchDispatchMode):
             self._observer.computed.append((call, self.phases[0] if self.phases else "", start, self._clock.now_s))
 
     def _seconds(self, call: OperatorCall, tensors: Sequence[Tensor]) -> float | None:
-        on_host = [self._memory.is_on_host(tensor) for tensor in tensors] if self._is_cuda else [False]
+        looks = self._is_cuda and self._memory.has_host
+        on_host = [self._memory.is_on_host(tensor) for tensor in tensors] if looks else [False]
         if not any(on_host):
             return self._costs.seconds(call)
         return call.bytes_moved / self._host.bytes_per_s if all(on_host) else self._host.copy_seconds(call.bytes_moved)
@@ -233,6 +252,6 @@ def without_data(device: PretendedDevice, memory: MemoryTracker, pretends_cuda: 
             stack.enter_context(patch(optimizer, "_get_foreach_kernels_supported_devices", lambda: devices))
             types = [*optimizer._foreach_supported_types, FakeTensor]
             stack.enter_context(patch(optimizer, "_foreach_supported_types", types))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        device.maker = Maker(stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)))
         stack.enter_context(device)
         yield

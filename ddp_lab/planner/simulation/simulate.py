@@ -36,13 +36,13 @@ from ddp_lab.strategy.interface import Strategy
 from pipeline_parallel.stage import Handover
 
 NEEDS_DATA = (
-    "reference.fsdp2:require_elementwise",
-    "sharding.parts.sharded:require_elementwise",
     "torch.distributed.distributed_c10d:_object_to_tensor",
     "torch.distributed.distributed_c10d:_tensor_to_object",
     "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
 )
 """Functions that read results, as `module that calls it:name`. They run on tensors that hold data."""
+TRIES = ("reference.fsdp2", "sharding.parts.sharded")
+"""Modules that try an optimizer on data for seconds. That of a simulation is known to be elementwise."""
 
 
 def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) -> Simulated:
@@ -60,6 +60,7 @@ def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) ->
     found: list[Simulated] = []
     forms: Forms = {}
     notes, begins = [], []
+    gc.freeze()  # what is older need not be searched
     try:
         for each in pipeline_of(setting.config, rank):
             simulation = Simulation(setting, cluster, costs, each, forms)
@@ -73,6 +74,7 @@ def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) ->
         ) from error
     finally:
         gc.collect()  # strategies are in reference cycles, which keep all their tensors
+        gc.unfreeze()
     if len(found) == 1:
         return found[0]
     begun, ended = zip(*side_by_side(notes, begins, costs.contention), strict=True)
@@ -116,6 +118,9 @@ class Simulation:
             for place in NEEDS_DATA:
                 holder, _, name = place.partition(":")
                 stack.enter_context(on_data(import_module(holder), name))
+            for place in TRIES:
+                untried = mock.patch.object(import_module(place), "require_elementwise", lambda make, *_: make())
+                stack.enter_context(untried)
             stack.enter_context(pretended_world(self.network, self.rank))
             groups = stack.enter_context(groups_of(config, self.network.cluster))
             if self.is_cuda:
@@ -169,7 +174,8 @@ class Simulation:
     def _on_issue(self, issued: Issued, tensors: Sequence[Tensor]) -> None:
         self.observer.issued.append(issued)
         if self.strategy is not None:  # before, what is broadcast is the model itself
-            self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+            if not self.memory.are_states(tensors):
+                self.memory.assign(self.strategy.gradient_tensors(), "gradients")
             kind = "activations" if issued.kind == MESSAGE else "communication"
             self.memory.assign(tensors, kind, unless=MODEL_STATES)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 
 from ddp_lab.planner.contracts import MODEL_STATES, CollectiveCost, Costs, OperatorCall, Setting, Simulated
 from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.calls import tensors_in
 from ddp_lab.planner.costs.cluster import Cluster, Device, Link
 from ddp_lab.planner.costs.links import LinkCosts
+from ddp_lab.planner.simulation import operators
 from ddp_lab.planner.simulation.memory import CUDA_BLOCK
 from ddp_lab.planner.simulation.network import CannotSimulate
 from ddp_lab.planner.simulation.observer import StepObserver
@@ -134,6 +137,28 @@ def require_whole(step: Simulated, observer: StepObserver) -> None:
     for _, _, start, end in observer.computed:
         assert until_s - 1e-9 <= start <= end, "one thing after the other"
         until_s = end
+
+
+def unknown(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
+    inputs += tensors_in((*args, *kwargs.values()))
+
+
+@each_row(
+    ("choice", "options"),
+    [
+        ("bucket_ddp_async", {"precision": "bf16"}),
+        ("pytorch_ddp", {}),
+        ("zero3", {"activation_checkpointing": "block"}),
+        ("pytorch_zero3", {}),
+    ],
+)
+def test_an_operator_that_ran_before_answers_as_it_did(choice: str, options: dict[str, Any]) -> None:
+    one = replace(setting(choice, **options), make_module=llama_classifier, make_micro_batches=lambda: two_batches(3))
+    with mock.patch.object(operators, "key_of", unknown):
+        _, (expected, every) = observed(one, "cuda"), observed(one, "cuda")  # DTensor tries things out the first time
+    for again in range(2):
+        step, observer = observed(one, "cuda")
+        assert (step, observer.computed) == (expected, every.computed), again
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

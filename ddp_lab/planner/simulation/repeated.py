@@ -1,0 +1,173 @@
+"""Operators that ran before on tensors of the same form: their answer is made at once, without running them again.
+
+A model's blocks are alike, and so are the steps and the choices of a plan: nearly every operator has run before. What
+an operator on tensors without data answers depends on nothing but their forms, and so does what it costs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ddp_lab.planner.contracts import OperatorCall
+from ddp_lab.planner.costs.calls import tensors_in
+
+CPU = torch.device("cpu")
+CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that an operator has made.
+
+    Attributes:
+        of: The tensor among the inputs whose storage it shares; None if it has one of its own.
+        needed: Bytes that this storage must have.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    of: int | None
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The tensor at this place among the inputs."""
+
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What an operator answers. `call` is None if it touches no data."""
+
+    answer: Any
+    call: OperatorCall | None
+
+
+@cache
+def namespace_of(func: Any) -> str:
+    return str(func.namespace)
+
+
+known: dict[Any, Known] = {}
+"""By `key_of`. It is as true of other simulations in this process."""
+
+
+def form_of(values: Iterable[Any], inputs: list[Tensor], form: list[Any]) -> bool:
+    """Append to `form` what `values`, arguments of an operator, are to its answer, and to `inputs` the tensors among
+    them. Answers with whether that is all that the answer may depend on."""
+    is_all = True
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor or kind is Tensor:
+            inputs.append(value)
+            form += (kind, value.dtype, value.shape, value.stride(), value.storage_offset())
+            is_all = is_all and (kind is Tensor or value._fake_device == CPU)
+        elif kind is list or kind is tuple:
+            form.append(len(value))
+            is_all = form_of(value, inputs, form) and is_all
+        elif kind in CONSTANTS:
+            form += (kind, value)
+        else:
+            is_all = False
+            inputs += tensors_in((value,))
+    return is_all
+
+
+def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[Tensor]) -> Any:
+    """By what the answer of a call of `func` is known; its tensors are appended to `inputs`. None if the answer may
+    depend on data."""
+    form: list[Any] = [id(func)]  # it exists as long as torch
+    is_all = form_of(args, inputs, form)
+    if kwargs:
+        form += kwargs
+        is_all = form_of(kwargs.values(), inputs, form) and is_all
+    if not is_all or namespace_of(func) != "aten" or len(inputs) > len(set(map(id, inputs))):
+        return None
+    kinds = {*map(type, inputs)}
+    if Tensor in kinds and (FakeTensor not in kinds or func._schema.is_mutable):
+        return None
+    return tuple(form)
+
+
+def pattern_of(answer: Any, inputs: Sequence[Tensor]) -> Any:
+    """How to make `answer` again from tensors like `inputs`.
+
+    Raises:
+        ValueError: it holds data, or tensors that share a storage of their own.
+    """
+    places = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(inputs)}
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            for place, tensor in enumerate(inputs):
+                if part is tensor:
+                    return Same(place)
+            storage = part.untyped_storage()
+            if type(part) is not FakeTensor or part._fake_device != CPU or storage._cdata in made:
+                raise ValueError("not of known form")
+            of = places.get(storage._cdata)
+            if of is None:
+                made.add(storage._cdata)
+            return Made(
+                tuple(part.shape), part.stride(), int(part.storage_offset()), part.dtype, of, needed_bytes(part)
+            )
+        if type(part) in (list, tuple):
+            return type(part)(map(walk, part))
+        if type(part) not in CONSTANTS:
+            raise ValueError("not of known form")
+        return part
+
+    made: set[int] = set()
+    return walk(answer)
+
+
+def needed_bytes(tensor: Tensor) -> int:
+    """From the beginning of its storage."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
+
+
+class Maker:
+    """Makes tensors without data, as `FakeTensorMode` does, but at once."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        with torch._C._DisableTorchDispatch():
+            self._attributes = dict(vars(FakeTensor(mode, torch.empty(0, device="meta"), CPU)))
+
+    def answer(self, pattern: Any, inputs: Sequence[Tensor]) -> Any:
+        """The answer of an operator of this pattern. `NotImplemented` if a storage among its inputs is too small."""
+        kind = type(pattern)
+        if kind is Made:
+            return self._tensor(pattern, inputs)
+        if kind is Same:
+            return inputs[pattern.of]
+        if kind is tuple or kind is list:
+            parts = [self.answer(part, inputs) for part in pattern]
+            return NotImplemented if any(part is NotImplemented for part in parts) else kind(parts)
+        return pattern
+
+    def _tensor(self, made: Made, inputs: Sequence[Tensor]) -> Any:
+        with torch._C._DisableTorchDispatch():
+            if made.of is None:
+                plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+            else:
+                storage = inputs[made.of].untyped_storage()
+                if storage.nbytes() < made.needed:
+                    return NotImplemented
+                plain = torch.empty((), dtype=made.dtype, device="meta")
+                plain.set_(storage, made.offset, made.shape, made.stride)
+            tensor = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=CPU)
+            torch._C._set_throw_on_mutable_data_ptr(tensor)
+        vars(tensor).update(self._attributes)
+        return tensor
