@@ -26,9 +26,8 @@ class Compression:
     """
 
     def __init__(self, kind: str, group: dist.ProcessGroup) -> None:
-        self._method = Rounded(group) if kind == "bf16" else Int8(group)
-        self._group = group
-        self._next_number = 0
+        self._group, self._next_number = group, 0
+        self._int8 = Int8(group) if kind == "int8" else None
 
     def begin_round(self) -> None:
         """The all-reduces of the next backward pass follow."""
@@ -37,17 +36,19 @@ class Compression:
     def all_reduce(self, gradient: Tensor) -> "RoundedAllReduce | Int8AllReduce":
         """Average `gradient` in place, when the handle is waited for: once, and in the order of these calls, which is
         the same on all ranks."""
+        if self._int8 is None:
+            return RoundedAllReduce(gradient, self._group)
         self._next_number += 1
-        return self._method.average(self._next_number - 1, gradient)
+        return self._int8.average(self._next_number - 1, gradient)
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Let DDP reduce its buckets this way."""
 
         def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            if isinstance(self._method, Rounded):
+            if self._int8 is None:
                 return bf16_compress_hook(self._group, bucket)
             flat = bucket.buffer()
-            self._method.average(bucket.index(), flat).wait()
+            self._int8.average(bucket.index(), flat).wait()
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(flat)
             return done
@@ -56,21 +57,8 @@ class Compression:
 
     def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
         """What replaces `calls` all-reduces of `gradients`. For `int8`: once they have run."""
-        return self._method.traffic(calls, gradients)
-
-
-class Rounded:
-    """Averages in bf16."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def average(self, number: int, flat: Tensor) -> "RoundedAllReduce":
-        """Start to average `flat` over ranks. `number`: of this gradient, which nothing depends on here."""
-        return RoundedAllReduce(flat, self._group)
-
-    def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
-        """See `Compression.traffic`."""
+        if self._int8 is not None:
+            return self._int8.traffic(calls)
         payload = sum(2 * gradient.numel() for gradient in gradients)
         return [Collective("all_reduce", calls, payload, self._group.size(), "gradients")]
 

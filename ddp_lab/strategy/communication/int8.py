@@ -18,7 +18,6 @@ which have their all-to-alls at different times. So the first `wait` of a step b
 """
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,8 +55,8 @@ class Int8:
             self._started.clear()  # a step may have been abandoned
         return Int8AllReduce(flat, self._owed[number], self._group, self._started)
 
-    def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
-        """What replaces `calls` all-reduces; see `compression.Compression.traffic`. For N ranks, E elements need
+    def traffic(self, calls: int) -> list[Collective]:
+        """What replaces `calls` all-reduces, once they have run. For N ranks, E elements need
         2(N-1)/N E (1 + 4/256) bytes on the wire."""
         sizes = [self._owed[number].message_bytes for number in sorted(self._owed)]
         payload = sum(itertools.islice(itertools.cycle(sizes), calls))
