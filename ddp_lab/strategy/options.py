@@ -99,8 +99,8 @@ class StrategyOptions:
 
     Attributes:
         bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. `auto` is the strategy's own
-            default: `bucket_ddp_async` measures the link and plans its buckets, unless gradients are compressed; most
-            others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
+            default: 25 MiB (with a first bucket of 1 MiB in PyTorch DDP), and of `bucket_ddp_async`, `zero1` and
+            `zero2` at most a tenth of the gradients.
         compile_backend: The backend of torch.compile that compiles the module's blocks (`strategy.compilation`).
             Default: inductor with `compile`, else none.
         growth_interval: With fp16, after how many steps without overflow in a row the loss scale is doubled.

@@ -170,9 +170,8 @@ class Step(Progress):
         if strategy.model_parallel is not None and strategy.model_parallel.tensor_rank != 0:
             loss = loss * 0  # rank 0 speaks for those that have the same loss; what is not finite stays so
         self.verdict = Verdict(loss, norm, strategy.optimizer_steps, strategy.everyone, scale)
-        result = self.agreement.results(results)
-        parameters = strategy.trainable.values()
-        unused = [p for p, used in zip(parameters, result.used, strict=True) if not (used or p in self._held)]
+        parameters = zip(strategy.trainable.values(), self.agreement.results(results), strict=True)
+        unused = [p for p, used in parameters if not (used or p in self._held)]
         strategy.drop_gradients(unused)
         if scaler is not None:
             scaler.unscale_(strategy.gradients())

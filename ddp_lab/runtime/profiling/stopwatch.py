@@ -1,30 +1,26 @@
-"""Measures time on a device, for strategies that measure. They use no other clock."""
+"""Measures time on a device."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-Clock = Callable[[], float]
 
 
 class Stopwatch:
     """Marks moments, without making the host wait for the device.
 
     Args:
-        device: On CUDA a mark is an event in the current stream. Elsewhere it is what `clock` returns.
-        clock: Returns seconds. A simulated cluster passes its own.
+        device: On CUDA a mark is an event in the current stream. Elsewhere it is the host's clock.
     """
 
-    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._clock = clock
 
     def mark(self) -> Any:
         """This moment."""
         if not self._on_cuda:
-            return self._clock()
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

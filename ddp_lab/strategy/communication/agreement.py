@@ -42,17 +42,6 @@ class GlobalBatch:
     is_last: bool = False
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What the ranks tell each other about a step when backward is issued. Nothing of it is known to a device only.
-
-    Attributes:
-        used: For each trainable parameter, whether any rank made a gradient for it.
-    """
-
-    used: list[bool]
-
-
 def nonfinite_error(
     what: str, step: int, culprits: Sequence[int] | None, updates_early: bool, advice: str
 ) -> NonFiniteError:
@@ -165,8 +154,8 @@ class StepAgreement:
         """
         return self._begin([observer.digest(self._group), *received], self._group)
 
-    def results(self, exchange: Pending) -> StepResult:
-        """How the step went on all ranks.
+    def results(self, exchange: Pending) -> list[bool]:
+        """For each trainable parameter, whether any rank made a gradient for it.
 
         Raises:
             SequenceError: on every rank, if ranks have issued different collectives, or the same in different order.
@@ -176,7 +165,7 @@ class StepAgreement:
         table = table.cpu()
         if (table[:, 0] != table[0, 0]).any() and (problem := observer.agree_on_sequence(self._group)):
             raise problem
-        return StepResult(used=(table[:, 1:].sum(0) > 0).tolist())
+        return (table[:, 1:].sum(0) > 0).tolist()
 
     def total(self, value: float) -> float:
         """The sum over ranks that see different samples."""
