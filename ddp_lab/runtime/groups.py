@@ -33,13 +33,13 @@ def exchange_device(group: dist.ProcessGroup, device: torch.device) -> torch.dev
     return torch.device("cpu") if has_cpu_backend(group) else device
 
 
-def host_barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Return when all ranks of `group` (default: all) have called this.
+def host_barrier() -> None:
+    """Return when all ranks have called this.
 
     `torch.distributed.barrier` goes over NCCL where the group has it (torch 2.15), and waits for all that the device
-    has to do. So does this in a group that cannot carry CPU tensors.
+    has to do. So does this in a job that cannot carry CPU tensors.
     """
-    group = group or dist.group.WORLD
+    group = dist.group.WORLD
     assert group is not None, "join the process group first"
     if not has_cpu_backend(group):
         dist.barrier(group)

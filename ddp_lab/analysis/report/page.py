@@ -75,21 +75,18 @@ def titled(table_id: str, columns: Sequence[Column], rows: list[list[dict[str, A
     return {"id": table_id, "columns": list(zip(columns, are_text, strict=True)), "rows": rows}
 
 
-def drawing(figure: go.Figure, label: str = "") -> Markup:
+def drawing(figure: go.Figure) -> Markup:
     """A figure as HTML, for a page that holds Plotly's script already.
 
     Its place is as high as the figure's layout says from the start, so that nothing moves when it is drawn. Of its
     layout's `meta`, `zooms` adds buttons that zoom along x, and `narrowest` is a width in px below which it scrolls.
-
-    Args:
-        label: What a reader is told who cannot see the figure; by default, what its axes and legend say.
     """
     parts: Any = templates().get_template("parts.html.j2").module
     meta = figure.layout.meta or {}
     return Markup(
         parts.show_figure(
             json=htmlsafe_json_dumps(figure, dumps=lambda drawn: drawn.to_json()),
-            label=label or legend_of(figure),
+            label=legend_of(figure),
             height=figure.layout.height or 450,
             entries=len({trace.name for trace in figure.data if trace.name}),
             narrowest=meta.get("narrowest", 0),
@@ -99,7 +96,7 @@ def drawing(figure: go.Figure, label: str = "") -> Markup:
 
 
 def legend_of(figure: go.Figure) -> str:
-    """What a figure shows, in words: its traces and the titles of its axes."""
+    """What a figure shows, for readers who cannot see it: its traces and the titles of its axes."""
     names = list(dict.fromkeys(trace.name for trace in figure.data if trace.name))
     axes = [*figure.select_xaxes(), *figure.select_yaxes()]
     titles = list(dict.fromkeys(axis.title.text for axis in axes if axis.title.text))
