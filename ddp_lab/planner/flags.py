@@ -84,6 +84,7 @@ def mesh_or_auto(text: str) -> str:
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
+    add_task_flag(parser)
     add = parser.add_argument
     numbers = "instead of a model: a number of parameters, such as 7.5e9"
     add("--parameters", type=at_least(1, float), help=numbers)
@@ -91,6 +92,7 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=count, default=1, help="ranks that each layer is cut over, besides (default: 1)")
     precisions = "as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
     add("--precision", choices=(*PRECISIONS, "mixed"), default="fp32", help=precisions)
+    add_flags(parser, ("param_dtype", "loss_chunks"))
     add("--micro-batch-size", type=count, default=1, help="samples in a micro-batch (default: 1)")
     add("--device-memory-gib", type=at_least(0.001, float), default=80.0, help="of one device, in GiB (default: 80)")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ddp_lab.planner.accounting import require_heads
 from ddp_lab.planner.costs.cluster import Cluster
+from ddp_lab.planner.decoders import require_heads
 from ddp_lab.planner.plan import Case
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh

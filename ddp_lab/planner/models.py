@@ -69,7 +69,8 @@ class Model:
         return IMAGES if self.type == "resnet" else TOKENS
 
     def build(self) -> nn.Module:
-        """The module that the runner would train, in training mode, on the device and in the mode of the caller.
+        """The module that the runner would train, in training mode, on the device and in the mode of the caller. But
+        attention has no dropout: kernels of GPUs keep nothing for it, and those that run without data keep all scores.
 
         Raises:
             UserError: it cannot be built.
@@ -84,6 +85,8 @@ class Model:
         else:
             maker = transformers.AutoModelForSequenceClassification
             config = self.configuration(num_labels=STARS, pad_token_id=0, use_cache=False)
+        for name in {"attn_pdrop", "attention_dropout"} & vars(config).keys():
+            setattr(config, name, 0.0)
         try:
             return maker.from_config(config, trust_remote_code=False, dtype=torch.float32).train()
         except Exception as error:  # transformers' classes raise anything that their arithmetic leads to

@@ -120,10 +120,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             of_logits.scatter_(1, places, of_logits.gather(1, places) - 1)
             of_logits = of_logits.mul_(is_target * (gradient / count)).to(dtype)
             of_part.copy_(of_logits @ head[0])
-            if of_weight is not None:
+            if of_weight is not None and dtype == torch.float32:
+                of_weight.addmm_(of_logits.T, given)
+            elif of_weight is not None:
                 of_weight += of_logits.T @ given
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
+            del of_logits  # before those of the next chunk
         return (
             of_hidden if wanted[0] else None,
             of_weight if of_weight is None else of_weight.to(weight.dtype),
