@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 MOST_LINES = 20
 """Where there is no bar, about this many lines tell of the way."""
+UNKNOWN = 100
+"""What a total is taken for that is not known."""
 
 
 @contextmanager
@@ -43,14 +45,14 @@ def long_work(doing: str, total: int | None = None, shown: bool = True) -> Itera
             yield advance
     else:
         print(doing, file=sys.stderr, flush=True)
-        every = max(1, (total or 1) // MOST_LINES)
+        every = max(1, (total or UNKNOWN) // MOST_LINES)
 
         def print_line(said: str) -> None:
             nonlocal done
             done += 1
-            if said and total and (done in (1, total) or done % every == 0):
-                left_s = (time.monotonic() - begun) / done * (total - done)
-                to_go = f", about {left_s:.0f} s to go" if done < total else ""
-                print(f"{done} of {total}{to_go}: {said}", file=sys.stderr, flush=True)
+            if said and (done in (1, total) or done % every == 0):
+                left_s = (time.monotonic() - begun) / done * ((total or done) - done)
+                to_go = f" of {total}" * bool(total) + f", about {left_s:.0f} s to go" * bool(total and done < total)
+                print(f"{done}{to_go}: {said}", file=sys.stderr, flush=True)
 
         yield print_line

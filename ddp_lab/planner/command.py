@@ -1,6 +1,7 @@
 """What each strategy would need and take on devices that you do not have: its own code, run on tensors without data.
 
     ddp-lab plan --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
+    ddp-lab plan search --model SmolLM2-360M --gpus 8xH100 --global-batch-size 512    # which batch, recomputation, mesh
     ddp-lab plan memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
     ddp-lab plan record --model SmolLM2-360M --output l4.json             # times of this device, for --record
 

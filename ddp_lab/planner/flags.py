@@ -48,7 +48,11 @@ def add_task_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", choices=TASKS, default=CLASSIFICATION, help=what)
 
 
-def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+def add_plan_flags(parser: argparse.ArgumentParser, mesh: str | None = None, **other: None) -> None:
+    """Args:
+    mesh: The default of `--mesh`.
+    other: Settings of `AS_THE_RUNNERS` that are chosen where they are not given.
+    """
     add_model_flags(parser)
     add_task_flag(parser)
     add = parser.add_argument
@@ -58,9 +62,10 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--mesh",
         type=mesh_or_auto,
-        help="ranks by dimension, as the runner's: dp=4,tp=2; auto: all that fit (default: none)",
+        default=mesh,
+        help=f"ranks by dimension, as the runner's: dp=4,tp=2; auto: all that fit (default: {mesh or 'none'})",
     )
-    add_flags(parser, AS_THE_RUNNERS, global_batch_size=None, grad_accum_steps=None)
+    add_flags(parser, AS_THE_RUNNERS, global_batch_size=None, grad_accum_steps=None, **other)
     add("--price", type=amount, help="of one device for an hour, in any currency (default: a list price, in dollars)")
     add("--tokens", type=at_least(1, float), help="tokens of the whole training: adds its hours and its cost")
     add("--record", type=Path, metavar="FILE", help="operators as `ddp-lab plan record` timed them")
@@ -76,6 +81,13 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--choices", metavar="NAMES", help="only these strategies, with commas between (default: all)")
     add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
     add("--csv", type=Path, metavar="FILE", help="write the table there")
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of a plan, of which those that are not given are searched over."""
+    add_plan_flags(parser, mesh=AUTO, precision=None, activation_checkpointing=None)
+    what = "instead of --global-batch-size: tokens in an optimizer step, of which the nearest batch is taken"
+    parser.add_argument("--tokens-per-step", type=at_least(1, float), help=what)
 
 
 def mesh_or_auto(text: str) -> str:
@@ -109,6 +121,7 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "plan": (add_plan_flags, "ddp_lab.planner.plan_command"),
+    "search": (add_search_flags, "ddp_lab.planner.search_command"),
     "memory": (add_memory_flags, "ddp_lab.planner.memory_command"),
     "record": (add_record_flags, "ddp_lab.planner.record_command"),
 }

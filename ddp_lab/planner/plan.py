@@ -2,16 +2,17 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from ddp_lab.planner.accumulated import simulate_step
 from ddp_lab.planner.choices import entrypoint_of, families_of
 from ddp_lab.planner.contracts import Costs, Setting, Simulated
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.models import Model
 from ddp_lab.planner.rates import Price
-from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.config import RunConfig, labelled
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
@@ -86,6 +87,9 @@ class Outcome:
         return labelled(self.choice, self.mesh.label if self.mesh else None)
 
 
+Task = tuple[Case, str]
+"""A case and a choice."""
+
 # Simulating -----------------------------------------------------------------------------------------------------------
 
 
@@ -96,21 +100,32 @@ def outcome(case: Case, choice: str) -> Outcome:
     if choice in missing:
         return Outcome(choice, None, f"not installed; run: {missing[choice]}", mesh)
     try:
-        return Outcome(choice, simulate(case.setting(choice), case.cluster, case.costs), mesh=mesh)
+        return Outcome(choice, simulate_step(case.setting(choice), case.cluster, case.costs), mesh=mesh)
     except UserError as error:
         return Outcome(choice, None, str(error), mesh)
 
 
-def outcomes(tasks: Sequence[tuple[Case, str]], jobs: int | None = None) -> Iterator[Outcome]:
+def cores() -> int:
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def simulating(jobs: int) -> Iterator[Callable[[Sequence[Task]], Iterator[Outcome]]]:
+    """A function that gives the outcome of each case and choice, in their order, by so many processes, which stay for
+    further calls; 1: in this process."""
+    if jobs <= 1:
+        yield lambda tasks: (outcome(*task) for task in tasks)
+        return
+    # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        yield lambda tasks: pool.map(outcome, *zip(*tasks, strict=True))
+
+
+def outcomes(tasks: Sequence[Task], jobs: int | None = None) -> Iterator[Outcome]:
     """The outcome of each case and choice, in their order.
 
     Args:
         jobs: Simulations at a time, in processes of their own; 1: in this process. None: one for each core.
     """
-    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
-    if jobs <= 1:
-        yield from (outcome(*task) for task in tasks)
-        return
-    # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(outcome, *zip(*tasks, strict=True))
+    with simulating(min(jobs or cores(), len(tasks))) as simulate:
+        yield from simulate(tasks)

@@ -14,7 +14,8 @@ NAMED = (
 """Settings that the headline names where they are given."""
 
 
-def headline(plan: Plan) -> str:
+def headline(plan: Plan, with_steps: bool = True) -> str:
+    """What is planned. `with_steps`: how many micro-batches a step has, too."""
     case, several = plan.case, len(plan.cases) > 1
     cluster, config = case.cluster, case.config
     nodes = f"{cluster.nodes} nodes of {cluster.ranks_per_node}" if cluster.nodes > 1 else f"{cluster.ranks_per_node}"
@@ -31,11 +32,11 @@ def headline(plan: Plan) -> str:
         *["--sequence-parallel"] * any(each.config.sequence_parallel for each in plan.cases),
         *{f"pipelines {each.config.pipeline_schedule}" for each in plan.cases if each.config.has_stages},
     ]
+    steps = f": {counts} micro-batch{'es' * (counts != '1')} of {sizes} on each rank" if with_steps else ""
     return (
         f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "
         f"on {nodes} x {cluster.device.name}, {cluster.inside.name}{between}.\nA global batch of "
-        f"{config.global_batch_size} samples of {samples}: {counts} micro-batch{'es' * (counts != '1')} of "
-        f"{sizes} on each rank; {', '.join(settings)}."
+        f"{config.global_batch_size} samples of {samples}{steps}; {', '.join(settings)}."
     )
 
 

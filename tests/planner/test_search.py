@@ -1,0 +1,140 @@
+"""The search for settings: what it finds, leaves out and says, on steps that are made up and on the simulator."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from ddp_lab.planner import command as script
+from ddp_lab.planner import models
+from ddp_lab.planner.accumulated import simulate_step
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.sources import costs_of
+from ddp_lab.planner.plan import Case, Outcome, Task
+from ddp_lab.planner.report.table import row
+from ddp_lab.planner.search import LEVELS, Found, roots, search
+from ddp_lab.planner.search_command import best_and_front, near
+from ddp_lab.planner.simulation.simulate import simulate
+from ddp_lab.runtime.config import RunConfig
+from tests.in_process import run_in_process
+from tests.plans import case, simulation
+from tests.tables import each_row
+
+SLOWER = dict(zip(LEVELS, (1.0, 1.05, 1.15, 1.3), strict=True))
+SMALLER = dict(zip(LEVELS, (1.0, 0.7, 0.5, 0.2), strict=True))
+
+
+def made_up(tasks: Sequence[Task]) -> list[Outcome]:
+    """Each sample of a micro-batch takes 4 GiB, less with recomputation; each micro-batch takes 5 ms besides.
+    zero1 takes 2 GiB for states and is slower by a tenth; bucket_ddp_async takes 12."""
+    found = []
+    for each, choice in tasks:
+        level = each.config.strategy.activation_checkpointing
+        steps, micro = each.config.grad_accum_steps, each.micro_batch_size
+        activations = 4 * micro * SMALLER[level]
+        ms = (100 * SLOWER[level] + 5 * steps) * (1.1 if choice == "zero1" else 1.0)
+        whole = simulation(ms, 0, 1)
+        held = {"parameters": (2 if choice == "zero1" else 12) << 30, "activations": int(activations * 2**30)}
+        found.append(Outcome(choice, replace(whole, memory=replace(whole.memory, at_peak=held))))
+    return found
+
+
+def every(begin: Sequence[Task]) -> list[Found]:
+    """The whole grid, one by one."""
+    found = []
+    for each, choice in begin:
+        for steps in (1, 2, 4, 8):
+            for level in LEVELS:
+                config = each.config.but(grad_accum_steps=steps, activation_checkpointing=level)
+                other = replace(each, config=config)
+                found.append(Found(other, made_up([(other, choice)])[0]))
+    return found
+
+
+def test_the_best_is_found_without_trying_all() -> None:
+    """16 samples on 2 L4 of 21.5 GiB: of 32 settings."""
+    batch = replace(case(batch=16), config=RunConfig(global_batch_size=16, grad_accum_steps=1))
+    begin = list(roots([batch], ("bucket_ddp_async", "zero1"), LEVELS))
+    assert [choice for _, choice in begin] == ["bucket_ddp_async", "zero1"]
+    found = list(search(begin, made_up, LEVELS, any_steps=True, at_once=2))
+    best = max((each for each in every(begin) if each.fits(0.1)), key=lambda each: each.samples_per_second)
+    mine = max((each for each in found if each.fits(0.1)), key=lambda each: each.samples_per_second)
+    assert mine == best and len(found) < 0.7 * len(every(begin))
+    assert len({(each.outcome.choice, str(each.case.config)) for each in found}) == len(found), "none twice"
+    again = list(roots([batch], ("zero1",), ("block",)))
+    fixed = list(search(again, made_up, ("block",), any_steps=False, at_once=2))
+    assert {each.case.config.grad_accum_steps for each in fixed} == {1}
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    """The first leaves less than a tenth; the second and third are as fast, and only the third has a mesh."""
+    peaks = ((90, 21), (100, 10), (99, 8), (104, 12), (105, 4))
+    pairs = []
+    for place, (ms, gib) in enumerate(peaks):
+        where = case("4xL4", batch=16)
+        if place == 2:
+            where = replace(where, config=where.config.but(mesh="dp=2,tp=2"))
+        outcome = Outcome("zero1", simulation(ms, 0, gib), mesh=where.mesh)
+        pairs.append((row(outcome, where), Found(where, outcome)))
+    best, front = best_and_front(pairs)
+    assert best is pairs[1] and [pairs.index(pair) for pair in front] == [1, 2, 4]
+    assert best_and_front(pairs[:1])[0] is pairs[0], "where nothing leaves a tenth"
+
+
+@pytest.mark.parametrize("wanted", [1, 3, 7.9, 100, 733, 1465])
+def test_a_batch_of_so_many_tokens_has_many_divisors(wanted: float) -> None:
+    found = near(wanted)
+    assert abs(found - wanted) <= max(wanted / 16, 0.5) and found % 2 ** max(0, found.bit_length() - 5) == 0
+
+
+@each_row(("name", "mesh"), [("zero3", None), ("zero2", None), ("tp", "dp=2,tp=2")])
+def test_many_micro_batches_take_what_a_few_take_each(name: str, mesh: str | None) -> None:
+    """To the last byte, and to the last digits of a time."""
+    cluster = hardware.cluster("4xH100")
+    config = RunConfig.of(mesh=mesh, global_batch_size=32 // (2 if mesh else 1), grad_accum_steps=8, precision="bf16")
+    model = replace(models.from_sizes(64, 96, 1, heads=2, vocab=50), task="causal-lm")
+    planned = Case(model, cluster, config, 32, costs_of(cluster, "bf16"))
+    few, all_of_them = (by(planned.setting(name), cluster, planned.costs) for by in (simulate_step, simulate))
+    assert few.memory.at_rest == all_of_them.memory.at_rest
+    assert few.memory.peak_bytes == all_of_them.memory.peak_bytes
+    assert few.step_time_s == pytest.approx(all_of_them.step_time_s, rel=1e-9)
+    assert few.exposed_s == pytest.approx(all_of_them.exposed_s, rel=1e-9)
+
+
+def test_search_from_beginning_to_end(tmp_path: Path) -> None:
+    """On the real simulator."""
+    model = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
+    how = ["--task", "causal-lm", "--gpus", "2xL4", "--link", "pcie4", "--choices", "zero1", "--jobs", "1"]
+    table = tmp_path / "found.csv"
+    answer = run_in_process(script, "search", *model, *how, "--tokens-per-step", "128", "--csv", str(table))
+    assert answer.returncode == 0, answer.stderr
+    assert "A global batch of 8 samples of 16 tokens; causal-lm, bf16." in answer.stdout
+    assert "Take zero1, one micro-batch of 4, no recomputation: " in answer.stdout
+    assert "--ddp-choice zero1 --task causal-lm " in answer.stdout and "would take the same." in answer.stdout
+    found = pd.read_csv(table)
+    assert found.fits[0] == "yes" and found.micro_batch_size.max() == 4
+
+
+@each_row(
+    ("flags", "expected"),
+    [
+        ([], "give --global-batch-size or --tokens-per-step, one of them"),
+        (["--tokens-per-step", "1e4", "--global-batch-size", "8"], "one of them"),
+        (["--global-batch-size", "8", "--choices", "zero4"], "--choices: unknown strategy 'zero4'"),
+        (["--global-batch-size", "7", "--mesh", "dp=2"], "--global-batch-size 7 does not divide"),
+    ],
+)
+def test_mistakes_are_one_line(flags: list[str], expected: str) -> None:
+    answer = run_in_process(script, "search", "--model", "gpt2", "--gpus", "2xL4", "--link", "pcie4", *flags)
+    said = answer.stderr.removeprefix("loading torch\n")
+    assert answer.returncode == 2 and said.startswith("error: ") and said.count("\n") == 1 and expected in said
+
+
+def test_what_cannot_fit_says_what_would() -> None:
+    """Adam's states of 7.6 billion parameters on 2 L4."""
+    what = ["search", "--model", "Qwen2.5-7B", "--gpus", "2xL4", "--link", "pcie4", "--global-batch-size", "2"]
+    answer = run_in_process(script, *what, "--choices", "zero1,zero3", "--mesh", "dp=2", "--jobs", "1")
+    assert answer.returncode == 0, answer.stderr
+    assert "alone are too large for every choice" in answer.stdout
