@@ -38,7 +38,7 @@ class BucketDDP(ReplicatedStrategy):
         super().prepare()
         self.early = EarlyUpdates(self)
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
-        is_one = self.is_in_pipeline and self.data_parallel_size == 1  # there is nobody to send a stage's gradients to
+        is_one = self.is_in_pipeline and self.group_size == 1  # there is nobody to send a stage's gradients to
         self.buckets = [] if is_one else [Bucket(each) for each in fill_buckets(self.trainable.values(), cap_bytes)]
         self._order = FixedOrder(self.buckets)
         for bucket in self.buckets:

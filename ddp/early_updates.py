@@ -32,7 +32,7 @@ class EarlyUpdates:
 
     def check(self, bucket: Bucket) -> None:
         """Look at this rank's share of `bucket`."""
-        rank, size, numel = self._strategy.data_parallel_rank, self._strategy.data_parallel_size, len(bucket.flat)
+        rank, size, numel = self._strategy.group_rank, self._strategy.group_size, len(bucket.flat)
         self._norms.append(vector_norm(bucket.flat[numel * rank // size : numel * (rank + 1) // size]))
 
     def check_and_update(self, bucket: Bucket) -> None:
@@ -41,7 +41,7 @@ class EarlyUpdates:
         Only those that received a gradient on this rank: whether another rank used the others is known later.
         """
         strategy = self._strategy
-        self._norms.append(vector_norm(bucket.flat) / strategy.data_parallel_size**0.5)
+        self._norms.append(vector_norm(bucket.flat) / strategy.group_size**0.5)
         found_inf = not_finite(self.norm())
         received = dict(zip(strategy.trainable.values(), strategy.watch.received(), strict=True))
         parameters = [parameter for parameter in bucket.parameters if received[parameter]]

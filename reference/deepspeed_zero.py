@@ -166,7 +166,7 @@ class DeepSpeedZero(Strategy):
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """The optimizer step frees gradients, and has an fp32 copy of this rank's part of the parameters. Stage 3 keeps
         small parameters whole, in addition to its part of them."""
-        expected = expected_state_bytes(size, self.data_parallel_size, self.shards, optimizer_values=3)
+        expected = expected_state_bytes(size, self.group_size, self.shards, optimizer_values=3)
         kept = sum(4 * n for n in self.all_sizes if n <= KEPT_WHOLE) if self.stage == 3 else 0
         return expected | {"gradients": 0, "parameters": expected["parameters"] + kept}
 
@@ -186,20 +186,20 @@ class DeepSpeedZero(Strategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         with self.gathered():
-            if self.data_parallel_rank != 0:
+            if self.group_rank != 0:
                 return {}
             return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         with self.gathered(writer=0):
             require_matching_state(shapes_of(self.module), state, self.process_group)
-            if self.data_parallel_rank == 0:
+            if self.group_rank == 0:
                 self.module.load_state_dict(state)
             broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
         self.zero.refresh_fp32_params()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        size, trained = self.data_parallel_size, self.sizes.values()
+        size, trained = self.group_size, self.sizes.values()
         if self.stage == 3:
             gradients = 4 * micro_batches * sum(padded(n, size) for n in trained)
             kept = [4 * padded(n, size) for n in self.all_sizes if n <= KEPT_WHOLE]

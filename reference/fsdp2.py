@@ -102,7 +102,7 @@ class FSDP2(Strategy):
 
     def prepare(self) -> None:
         blocks = {name: block for name, block in self.module.named_modules() if block in self.units}
-        self._order = UnitOrder(blocks, self.steps.agreement, self.data_parallel_rank)
+        self._order = UnitOrder(blocks, self.steps.agreement, self.group_rank)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         make = partial(super().build_optimizer, make_optimizer)
@@ -198,7 +198,7 @@ class FSDP2(Strategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         wholes = ((name, whole(tensor)) for name, tensor in self.module.state_dict().items())  # one at a time
-        return self.of_whole_model({name: tensor for name, tensor in wholes if self.data_parallel_rank == 0})
+        return self.of_whole_model({name: tensor for name, tensor in wholes if self.group_rank == 0})
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.load_whole(self.of_this_part(state), self.process_group)
@@ -233,7 +233,7 @@ class FSDP2(Strategy):
             Collective("all_gather", len(gathered), sum(gathered), size, "parameters"),
             Collective("reduce_scatter", len(reduced), sum(reduced), size, "gradients"),
             *([over_replicas] if self.replicas > 1 else []),
-            *buffer_broadcasts(self.module, self.data_parallel_size),
+            *buffer_broadcasts(self.module, self.group_size),
         ]
 
 

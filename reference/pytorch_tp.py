@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.mesh import DATA, PIPELINE, SHARD, TENSOR, MeshGroups
+from ddp_lab.runtime.mesh import CONTEXT, DATA, PIPELINE, SHARD, TENSOR, MeshGroups
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.communication.consistency import require_own_memory
@@ -52,8 +52,8 @@ NO_SHARD_DIMENSION: MeshRefusal = (
     "--mesh with shard: pytorch_fsdp_tp shards over dp; write dp, or take zero3",
 )
 NO_STAGES: MeshRefusal = (
-    lambda mesh: mesh is not None and PIPELINE in mesh.degrees,
-    "--mesh with pp: PyTorch's tensor parallelism cuts no stages; take tp, or zero1 to zero3",
+    lambda mesh: mesh is not None and {PIPELINE, CONTEXT} & mesh.degrees.keys(),
+    "--mesh with pp or cp: PyTorch's tensor parallelism cuts neither stages nor tokens; take tp, or zero1 to zero3",
 )
 NOTHING_TO_CUT: MeshRefusal = (
     lambda mesh: mesh is None or mesh.model_size == 1,
@@ -237,7 +237,7 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
     supports = replace(ReplicatedStrategy.supports, mesh_refusals=(NO_STAGES, NOTHING_TO_CUT, NO_DATA_DIMENSION))
 
     def prepare(self) -> None:
-        if self.data_parallel_size > 1:
+        if self.group_size > 1:
             raise UnsupportedError(NO_DATA_DIMENSION[1])
         self.make_compression()
 

@@ -68,5 +68,5 @@ class PyTorchZero1(PyTorchDDP):
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         buckets = [bucket for of_device in self.sharded._buckets for bucket in of_device]
-        updates = Collective("broadcast", len(buckets), bytes_of(buckets), self.data_parallel_size, "parameters")
+        updates = Collective("broadcast", len(buckets), bytes_of(buckets), self.group_size, "parameters")
         return [*super().expected_gradient_traffic(micro_batches), updates]

@@ -229,11 +229,19 @@ class Parallelizer:
         def whole_if_wanted(_: nn.Module, __: Any, logits: Tensor) -> Tensor:
             return WholeVocabulary.apply(logits, lengths, ranks.group) if ranks.gathers_logits else logits
 
-        def loss_function(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-            targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
+        def loss_function(
+            logits: Tensor,
+            labels: Tensor,
+            shift_labels: Tensor | None = None,
+            num_items_in_batch: Tensor | None = None,
+            **_: Any,
+        ) -> Tensor:
+            if shift_labels is None:
+                shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+            targets = shift_labels.reshape(-1)
             losses = VocabularyParallelCrossEntropy.apply(logits.flatten(0, -2), targets, first, ranks.group)
             counts = targets != IGNORED
-            return losses.where(counts, 0).sum() / counts.sum()
+            return losses.where(counts, 0).sum() / (counts.sum() if num_items_in_batch is None else num_items_in_batch)
 
         layer.register_forward_hook(whole_if_wanted)
         self._module.loss_function = loss_function  # type: ignore[assignment]

@@ -323,6 +323,21 @@ def language_batch(samples: int, seed: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def packed_batch(samples: int, seed: int) -> dict[str, Tensor]:
+    """Sequences of 7 tokens of two documents each, which are cut at other places in each."""
+    begins = 1 + (torch.arange(samples)[:, None] + seed) % 6
+    places = torch.arange(7, dtype=torch.int32).expand(samples, -1)
+    batch = language_batch(samples, seed)
+    batch["labels"] = batch["labels"].masked_fill(places == begins, -100)
+    return batch | {"position_ids": torch.where(places < begins, places, places - begins).int()}
+
+
+def padded_batch(samples: int, seed: int) -> dict[str, Tensor]:
+    """Sequences of 4 tokens, filled up to 7."""
+    batch, mask = language_batch(samples, seed), (torch.arange(7) < 4).long().expand(samples, -1)
+    return {"input_ids": batch["input_ids"], "labels": batch["labels"].where(mask == 1, -100), "attention_mask": mask}
+
+
 MODELS = {
     "plain": Plain,
     "tied": Tied,
@@ -361,6 +376,8 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "lm, even": partial(llama_lm, 12, features=32),
         "lm, even, tied": partial(llama_lm, 2, True, 32),
         "lm, gpt2, dropout": partial(gpt2_lm, 0.3),
+        "lm, gpt2, padded": gpt2_lm,
+        "lm, gqa, documents": partial(llama_lm, 2, tied=True),
         "lm, long": partial(llama_lm, 12, layers=8),
         "lm, long, tied": partial(llama_lm, 2, True, layers=8),
         "lm, long, gpt2": partial(gpt2_lm, layers=8),
@@ -376,6 +393,10 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def make_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:
+    if model.endswith("documents"):
+        return packed_batch(samples, seed)
+    if model.endswith("padded"):
+        return padded_batch(samples, seed)
     if model.startswith("lm"):
         return language_batch(samples, seed)
     return token_batch(samples, seed) if model.startswith("llama") else batch(samples, seed)

@@ -22,7 +22,7 @@ def mesh_of(record: dict[str, Any] | None) -> Mesh | None:
 def sharding_ranks(record: dict[str, Any]) -> int:
     """Over how many ranks a run's model states are sharded, if any are."""
     mesh = mesh_of(record)
-    return record["world_size"] if mesh is None else mesh.get("shard") or mesh.get("dp", 1)
+    return record["world_size"] if mesh is None else (mesh.get("shard") or mesh.get("dp", 1)) * mesh.get("cp", 1)
 
 
 def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
@@ -36,8 +36,9 @@ def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
 def dimension_of(mesh: Mesh, ranks: Sequence[int]) -> str:
     """The dimension along which the ranks of a process group stand: the only one in which they differ.
 
-    It is `dp` too for ranks that differ in `replicate` and `shard`, and `EVERYONE` for all ranks that differ in more;
-    empty for other groups. A group of one rank is that of a dimension of one rank, of `dp` if all see the same samples.
+    It is `dp` too for ranks that differ in `replicate`, `shard` and `cp`, and `shard` for those of them that hold one
+    copy of the model; `EVERYONE` for all ranks that differ in more; empty for other groups. A group of one rank is that
+    of a dimension of one rank, of `dp` if all see the same samples.
     """
     if not ranks:
         return ""
@@ -48,8 +49,8 @@ def dimension_of(mesh: Mesh, ranks: Sequence[int]) -> str:
         return "dp" if same_samples else next((name for name, degree in mesh.items() if degree == 1), "")
     if len(differ) == 1:
         return differ[0]
-    if set(differ) <= set(DATA_DIMENSIONS):
-        return "dp"
+    if set(differ) <= {*DATA_DIMENSIONS, "cp"}:
+        return "shard" if mesh.get("replicate", 1) > 1 and "replicate" not in differ else "dp"
     return EVERYONE if len(set(ranks)) == prod(mesh.values()) else ""
 
 

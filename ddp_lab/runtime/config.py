@@ -15,7 +15,7 @@ from ddp_lab.runtime.settings.checkpoints import CheckpointSettings
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, CommunicationSettings
 from ddp_lab.runtime.settings.data import DataSettings
 from ddp_lab.runtime.settings.field import Rules, check, flags_of
-from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, ZB_H1, MeshSettings
+from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZIGZAG, MeshSettings
 from ddp_lab.runtime.settings.profiling import ProfilingSettings
 from ddp_lab.runtime.settings.training import TrainingSettings
 from ddp_lab.strategy.options import FP16, StrategyOptions
@@ -47,12 +47,16 @@ RULES: Rules = (
         "--plan {0.plan}: must be with --mesh and tp or pp above 1, and without --pipeline-split",
     ),
     (
-        lambda c: not (c.cuts_layers and c.strategy.compile),
-        "--compile: must be without tp, whose collectives would be in the graph",
+        lambda c: not ((c.cuts_layers or c.cuts_tokens) and c.strategy.compile),
+        "--compile: must be without tp and cp, whose collectives would be in the graph",
     ),
     (
-        lambda c: not c.cuts_layers or c.strategy.loss_chunks == 1,
-        "--loss-chunks {0.strategy.loss_chunks}: must be without tp, over whose ranks the vocabulary is cut",
+        lambda c: c.cuts_tokens or c.context_parallel == ZIGZAG,
+        "--context-parallel {0.context_parallel}: must be with --mesh and cp above 1",
+    ),
+    (
+        lambda c: not (c.cuts_layers or c.cuts_tokens) or c.strategy.loss_chunks == 1,
+        "--loss-chunks {0.strategy.loss_chunks}: must be without tp and cp, over whose ranks a loss is cut already",
     ),
     (
         lambda c: not (c.cuts_layers and c.lora_rank),
@@ -153,6 +157,8 @@ class RunConfig(
         mesh = Mesh.parse(self.mesh).label if self.mesh else None
         if mesh and self.pipeline_schedule != ONE_F_ONE_B:
             mesh += f"-{self.pipeline_schedule}" + (str(self.stages_per_rank) if self.stages_per_rank > 1 else "")
+        if mesh and self.context_parallel != ZIGZAG:
+            mesh += f"-{self.context_parallel}"
         if mesh and self.sequence_parallel:
             mesh += SEQUENCE_PARALLEL + (f"{ASYNC}{self.async_tensor_parallel}" if self.async_tensor_parallel else "")
         return labelled(self.choice, mesh, self.backend if self.backend == LEGACY_NCCL else None)

@@ -7,6 +7,8 @@ consecutive numbers, so they are on one node, where links are fast.
 - `dp`, or `replicate` and `shard`: ranks that see different samples. A data-parallel strategy runs over them. With
   `replicate` and `shard` it shards over the one and replicates over the other (HSDP).
 - `pp`: ranks that see the same samples, and hold each a stage of the model, some of its layers (`pipeline_parallel`).
+- `cp`: ranks that see the same samples, each a part of their tokens (`context_parallel`). A data-parallel strategy runs
+  over them too: they hold the same part of the model, and each makes a part of its gradient.
 - `tp`: ranks that see the same samples, and hold each a part of the layers (`tensor_parallel`).
 
 `Mesh` is arithmetic. `MeshGroups` are its process groups.
@@ -29,12 +31,13 @@ if TYPE_CHECKING:  # --help does without torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-DATA, REPLICATE, SHARD, PIPELINE, TENSOR = "dp", "replicate", "shard", "pp", "tp"
+DATA, REPLICATE, SHARD, PIPELINE, CONTEXT, TENSOR = "dp", "replicate", "shard", "pp", "cp", "tp"
 DIMENSIONS = {
     DATA: "ranks that see different samples",
     REPLICATE: "the same, whose ranks hold the same shards",
     SHARD: "the same, over which model states are sharded",
     PIPELINE: "ranks that hold different layers",
+    CONTEXT: "ranks that see parts of the same samples",
     TENSOR: "ranks that hold parts of the same layers",
 }
 """What each dimension is, in the order in which they may stand."""
@@ -130,7 +133,7 @@ class Mesh:
 
     def require_ranks(self, world_size: int, ranks_per_node: int) -> None:
         """Check that the mesh has as many ranks as the job, and that its innermost dimension stays within a node,
-        unless it is `dp` or `pp`.
+        unless it is `dp`, `pp` or `cp`.
 
         Raises:
             UserError: names the numbers.
@@ -142,7 +145,7 @@ class Mesh:
                 f"start {self.size} ranks"
             )
         name, degree = list(self.degrees.items())[-1]
-        if name not in (DATA, PIPELINE) and ranks_per_node % degree:
+        if name not in (DATA, PIPELINE, CONTEXT) and ranks_per_node % degree:
             raise UserError(
                 f"--mesh {self}: the {degree} ranks of {name}, the innermost dimension, do not stay within nodes of "
                 f"{ranks_per_node} ranks; take a degree that divides {ranks_per_node}"
@@ -165,7 +168,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """The two parts of the ranks that see different samples, where model states are sharded over some of them alone.
+    """The two parts of the ranks that share the work, where model states are sharded over some of them alone.
 
     Attributes:
         shard: Ranks that hold a shard each.
@@ -181,9 +184,10 @@ class MeshGroups:
     """The process groups of this rank.
 
     Attributes:
-        data: Ranks that see different samples and hold the same part of the model.
-        model: Ranks that see the same samples.
-        shard, replicate: With these dimensions, the parts of `data` along them; else None.
+        data: Ranks that see different samples, or different tokens of them, and hold the same part of the model.
+        model: Ranks that see the same tokens.
+        context: Those of `data` that see the same samples.
+        shard, replicate: With these dimensions, the parts of `data` along them; else None. `cp` is in `shard`.
         everyone: All ranks of the mesh.
         no_parts: Why there can be no groups of some of the ranks; empty if there can.
     """
@@ -193,6 +197,7 @@ class MeshGroups:
     data: "dist.ProcessGroup"
     model: "dist.ProcessGroup"
     tensor: "dist.ProcessGroup"
+    context: "dist.ProcessGroup"
     everyone: "dist.ProcessGroup"
     pipeline: "dist.ProcessGroup | None" = None
     shard: "dist.ProcessGroup | None" = None
@@ -253,7 +258,7 @@ def closing_groups() -> Iterator[None]:
 def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
     """The groups of a mesh of all ranks. Collective.
 
-    All meshes have a data dimension and tp here, even of one rank, so that nobody must ask which there are.
+    All meshes have a data dimension, cp and tp here, even of one rank, so that nobody must ask which there are.
 
     Raises:
         UserError: `no_parts`, if it is given and the mesh has groups of some of the ranks.
@@ -268,7 +273,8 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
     degrees = dict(mesh.degrees)
     if not degrees.keys() & set(DATA_DIMENSIONS):
         degrees = {DATA: 1, **degrees}
-    degrees.setdefault(TENSOR, 1)
+    tensor = degrees.pop(TENSOR, 1)
+    degrees |= {CONTEXT: degrees.get(CONTEXT, 1), TENSOR: tensor}
     device_mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     parts = {name: device_mesh.get_group(name) for name in degrees}
 
@@ -277,10 +283,10 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
         names = tuple(name for name in degrees if name in dimensions)
         return parts[names[0]] if len(names) == 1 else device_mesh[names]._flatten("_".join(names)).get_group()
 
-    data, model = along(DATA_DIMENSIONS), along((PIPELINE, TENSOR))
+    data, model = along((*DATA_DIMENSIONS, CONTEXT)), along((PIPELINE, TENSOR))
+    shard = along((SHARD, CONTEXT)) if SHARD in degrees else None
     timeout = timeout_of(everyone)  # new groups have torch's default
-    for group in {*parts.values(), data, model} - {everyone}:
+    for group in {*parts.values(), data, model, shard} - {everyone, None}:
         dist.set_timeout(timeout, group)
-    sharded = parts.get(SHARD), parts.get(REPLICATE)
-    cut = model, parts[TENSOR], everyone, parts.get(PIPELINE)
-    return MeshGroups(mesh, device_mesh, data, *cut, *sharded, no_parts)
+    cut = model, parts[TENSOR], parts[CONTEXT], everyone, parts.get(PIPELINE)
+    return MeshGroups(mesh, device_mesh, data, *cut, shard, parts.get(REPLICATE), no_parts)

@@ -129,24 +129,37 @@ class Accounts(ABC):
     shards: frozenset[str] = frozenset()
     """Those of `parameters`, `gradients` and `optimizer_state` of which a rank holds only its shard at rest."""
 
+    context_size = 1
+    """Over how many ranks of `process_group`, neighbours there, the tokens of each sample are cut."""
+
     module: nn.Module
     trainable: dict[str, nn.Parameter]  # by name; frozen ones are not among them
     optimizer: torch.optim.Optimizer
-    process_group: dist.ProcessGroup  # ranks that see different samples
+    process_group: dist.ProcessGroup  # ranks that see different samples, or different parts of them
     everyone: dist.ProcessGroup  # who trains this model: these, and ranks that hold other parts of it
     shard_group: dist.ProcessGroup  # whose ranks hold a shard each
     replicate_group: dist.ProcessGroup | None  # whose ranks hold the same shard
     modules: list[nn.Module]  # of the whole tree
 
     @property
-    def data_parallel_rank(self) -> int:
-        """This rank's place among those that see different data."""
+    def group_rank(self) -> int:
+        """This rank's place among those that share the work: they see different samples, or parts of them."""
         return dist.get_rank(self.process_group)
 
     @property
-    def data_parallel_size(self) -> int:
-        """How many ranks see different data."""
+    def group_size(self) -> int:
+        """How many ranks share the work."""
         return dist.get_world_size(self.process_group)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among those that see different samples."""
+        return self.group_rank // self.context_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks see different samples."""
+        return self.group_size // self.context_size
 
     @property
     def shard_size(self) -> int:

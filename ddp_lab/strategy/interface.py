@@ -56,6 +56,7 @@ class Strategy(State):
         self.module, self.options, self.notes = module, options or StrategyOptions(), []
         self.process_group, self.model_parallel = group, self.options.model_parallel
         self.everyone = self.model_parallel.everyone if self.model_parallel else group
+        self.context_size = self.model_parallel.context_size if self.model_parallel else 1
         groups = self.options.shard_groups
         self.shard_group, self.replicate_group = (groups.shard, groups.replicate) if groups else (group, None)
         self.optimizer_steps, self.wants_to_stop = 0, lambda: False

@@ -1,8 +1,8 @@
-"""What a data-parallel strategy must know of a model whose parameters are cut over other ranks.
+"""What a data-parallel strategy must know of a model whose parameters, or whose samples' tokens, are cut over ranks.
 
-Such ranks see the same samples, and each holds a part of the model as a plain module. A strategy runs over the ranks
-that hold the same part, as if that were the model. It asks here for what concerns the whole model: the norm of all
-gradients, the count of samples, and whole state dicts.
+Ranks over which parameters are cut see the same tokens, and each holds a part of the model as a plain module. A
+strategy runs over the ranks that hold the same part, as if that were the model. It asks here for what concerns the
+whole model: the norm of all gradients, the count of samples, and whole state dicts.
 """
 
 from collections import ChainMap
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lab.runtime.mesh import TENSOR
+from ddp_lab.runtime.mesh import CONTEXT, TENSOR
 from ddp_lab.strategy.accounting import Collective
 
 Ranges = tuple[tuple[int, int], ...]
@@ -94,7 +94,7 @@ class Pipeline(Protocol):
 @dataclass(frozen=True)
 class ModelParallel:
     """Attributes:
-    group: The ranks that see the same samples.
+    group: The ranks that see the same tokens.
     everyone: All ranks of the job.
     cuts: By name of a parameter. All ranks of `tensor` hold the others.
     tensor: Those of `group` that hold parts of the same layers. Default: all.
@@ -102,6 +102,8 @@ class ModelParallel:
     aliases: Other names of tensors that the model knows by several, where not all of its modules are on one rank.
     device_mesh: Of torch, where it is torch's own classes that cut the model.
     traffic: What the parts of the model send to each other in a step of so many micro-batches.
+    context_size: Over how many ranks tokens are cut. Each makes so many times its part of a loss: on average the loss.
+    context_traffic: What these send to each other.
     """
 
     group: dist.ProcessGroup
@@ -112,11 +114,14 @@ class ModelParallel:
     aliases: Mapping[str, str] = field(default_factory=dict)
     device_mesh: DeviceMesh | None = None
     traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
+    context_size: int = 1
+    context_traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
 
     def expected_traffic(self, micro_batches: int) -> list[Collective]:
-        """The same, with the name of the dimension, and what stages send to each other."""
+        """What ranks of all these dimensions send to each other."""
+        by_dimension = {TENSOR: self.traffic(micro_batches), CONTEXT: self.context_traffic(micro_batches)}
         messages = self.pipeline.expected_traffic(micro_batches) if self.pipeline else []
-        return [*(replace(one, dimension=TENSOR) for one in self.traffic(micro_batches)), *messages]
+        return [replace(one, dimension=name) for name, all_of in by_dimension.items() for one in all_of] + messages
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:

@@ -79,25 +79,25 @@ class ReplicatedStrategy(Strategy):
     def gradient_share(self) -> Iterator[Tensor]:
         found = [(p, p.grad) for p in self.trainable.values() if p.grad is not None]
         lengths = [gradient.numel() for _, gradient in found]
-        for index, start, end in share(lengths, self.data_parallel_rank, self.data_parallel_size):
+        for index, start, end in share(lengths, self.group_rank, self.group_size):
             parameter, gradient = found[index]
             if self.speaks_for(parameter):
                 yield gradient if end - start == lengths[index] else gradient.reshape(-1)[start:end]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        state = self.module.state_dict() if self.data_parallel_rank == 0 else {}
+        state = self.module.state_dict() if self.group_rank == 0 else {}
         return self.of_whole_model({n: tensor.detach().cpu().clone() for n, tensor in state.items()}, with_aliases=True)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         state = self.of_this_part(state)
         require_matching_state(shapes_of(self.module), state, self.process_group)
-        if self.data_parallel_rank == 0:
+        if self.group_rank == 0:
             self.module.load_state_dict(state)
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
 
     def buffer_traffic(self) -> list[Collective]:
         """The broadcasts of `before_step`."""
-        return buffer_broadcasts(self.module, self.data_parallel_size)
+        return buffer_broadcasts(self.module, self.group_size)
 
     def gradient_all_reduces(self, calls: int, gradients: Iterable[Tensor]) -> list[Collective]:
         """What a replicated step sends: `calls` all-reduces, of all `gradients` together, and broadcasts of buffers."""
@@ -106,7 +106,7 @@ class ReplicatedStrategy(Strategy):
             return self.buffer_traffic()
         if self.compression is not None:
             return [*self.compression.traffic(calls, gradients), *self.buffer_traffic()]
-        whole = Collective("all_reduce", calls, bytes_of(gradients), self.data_parallel_size, "gradients")
+        whole = Collective("all_reduce", calls, bytes_of(gradients), self.group_size, "gradients")
         return [whole, *self.buffer_traffic()]
 
 

@@ -43,7 +43,8 @@ class Step(Progress):
     def __init__(self, strategy: Hooks) -> None:
         self._strategy = strategy
         model = strategy.model_parallel.tensor_group if strategy.model_parallel else None
-        self.agreement = StepAgreement(strategy.process_group, strategy.everyone, model, strategy.device)
+        groups = strategy.process_group, strategy.everyone, model
+        self.agreement = StepAgreement(*groups, strategy.device, strategy.context_size)
         self._is_open = False  # some micro-batches of a step are done, and others follow
         self._is_done = False  # its last micro-batch is done, and the optimizer has not run
         self._holds_back = False  # within `no_sync`
@@ -122,7 +123,7 @@ class Step(Progress):
         total = self.agreement.total(sum(counts))
         if not total:
             raise UnsupportedError("loss_weights: all counts of all ranks are 0, so the step has no mean; skip it")
-        return [count * self._strategy.data_parallel_size / total for count in counts]
+        return [count * self._strategy.group_size / total for count in counts]
 
     # The parts of a step -------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class WholeStep(Step):
         counts, self._announced = self._announced or self._begin_counts(micro_batches, tokens), None
         self._latest = micro_batches[-1].batch if micro_batches else self._latest
         self._begin(averages=strategy.always_averages)
-        scale: float | Tensor = strategy.data_parallel_size if self.averages else 1
+        scale: float | Tensor = strategy.group_size if self.averages else 1
         if strategy.scaler is not None:
             strategy.scaler.times, scale = int(scale), strategy.scaler.scale
         if self._pipeline is not None:

@@ -8,10 +8,11 @@ from ddp_lab.runtime.config import ASYNC, SEQUENCE_PARALLEL, labelled
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
-from ddp_lab.runtime.settings.mesh import PIPELINE_SCHEDULES
+from ddp_lab.runtime.settings.mesh import CONTEXT_PARALLEL, PIPELINE_SCHEDULES
 
 MOST_TENSOR = 4
 """Ranks of `tp` in the short list, at most: attention of workload `sample-lm` has so many heads."""
+ATTENTION = re.compile(rf"-({'|'.join(CONTEXT_PARALLEL)})")
 SCHEDULE = re.compile(rf"-({'|'.join(PIPELINE_SCHEDULES)})(\d*)")
 
 
@@ -45,10 +46,11 @@ def label(mesh: Mesh, run: str) -> str:
 
 def mesh_flags(setting: str) -> list[str]:
     """The flags of a label's mesh: `dp2-tp2-sp` -> `--mesh dp=2,tp=2 --sequence-parallel`."""
-    pieces, schedule = setting.partition(ASYNC)[2], SCHEDULE.search(setting)
+    pieces, schedule, way = setting.partition(ASYNC)[2], SCHEDULE.search(setting), ATTENTION.search(setting)
     return [
         *("--mesh", str(Mesh.of_label(setting))),
         *(["--pipeline-schedule", schedule[1], "--stages-per-rank", schedule[2] or "1"] if schedule else []),
+        *(["--context-parallel", way[1]] if way else []),
         *["--sequence-parallel"] * (SEQUENCE_PARALLEL in setting),
         *(["--async-tensor-parallel", pieces] if pieces else []),
     ]

@@ -227,7 +227,7 @@ class ShardedStrategy(Strategy):
             expected_reduce_scatters(reduced, self.shard_group, device),
             *self.ranks.expected_all_reduces([bucket.shard_bytes for bucket in self.buckets]),
             expected_all_gathers(gathered, self.shard_group, device),
-            *buffer_broadcasts(self.module, self.data_parallel_size),
+            *buffer_broadcasts(self.module, self.group_size),
         ]
 
     # State -------------------------------------------------------------------------------------------------------
@@ -286,9 +286,9 @@ class ShardedStrategy(Strategy):
         whole: dict[Any, Tensor] = {}
         for flat in self.flats:
             values = flat.whole()
-            if self.data_parallel_rank == 0:
+            if self.group_rank == 0:
                 whole |= {p: flat.layout.view(values, slot).cpu().clone() for slot, p in enumerate(flat.parameters)}
-        state = self.module.state_dict(keep_vars=True) if self.data_parallel_rank == 0 else {}
+        state = self.module.state_dict(keep_vars=True) if self.group_rank == 0 else {}
         return self.of_whole_model(
             {name: whole[p] if p in whole else p.detach().cpu().clone() for name, p in state.items()},
             with_aliases=True,
@@ -299,7 +299,7 @@ class ShardedStrategy(Strategy):
         require_matching_state(shapes_of(self.module), state, self.process_group)
         self.finish_parameter_synchronization()
         own = self.module.state_dict(keep_vars=True)
-        given = {own[name]: tensor for name, tensor in state.items()} if self.data_parallel_rank == 0 else {}
+        given = {own[name]: tensor for name, tensor in state.items()} if self.group_rank == 0 else {}
         with torch.no_grad():
             for flat in self.flats:
                 flat.set_values(given)

@@ -37,7 +37,9 @@ def strategy_in_pipeline(
         config = RunConfig.of(choice=choice, mesh=mesh, **flags)
         parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, groups, CPU)
         settings = replace(config.strategy, model_parallel=parts, shard_groups=groups.shard_groups)
-        yield tensor_parallel.load(choice).in_stages()(module, OPTIMIZERS[optimizer], settings, groups.data)
+        strategy_class = tensor_parallel.load(choice)
+        strategy_class = strategy_class.in_stages() if parts.pipeline else strategy_class
+        yield strategy_class(module, OPTIMIZERS[optimizer], settings, groups.data)
 
 
 def train_in_pipeline(

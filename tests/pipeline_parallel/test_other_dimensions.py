@@ -113,6 +113,7 @@ def test_dropout(ranks: RankPool, way: dict[str, Any]) -> None:
 
 
 @each_row("choice", ["pytorch_tp", "pytorch_fsdp_tp"])
-def test_torchs_own_cut_no_stages(choice: str) -> None:
-    with pytest.raises(UserError, match="--mesh with pp: PyTorch's tensor parallelism cuts no stages; take tp, or"):
-        tensor_parallel.load(choice).supports.require_mesh(Mesh.parse("pp=2,tp=2"))
+def test_torchs_own_cut_neither_stages_nor_tokens(choice: str) -> None:
+    for mesh in ("pp=2,tp=2", "cp=2,tp=2"):
+        with pytest.raises(UserError, match="--mesh with pp or cp: PyTorch's tensor parallelism cuts neither"):
+            tensor_parallel.load(choice).supports.require_mesh(Mesh.parse(mesh))

@@ -67,7 +67,8 @@ def compute_ms(steps: pd.DataFrame) -> pd.Series:
 
 def work_of(record: Run) -> str | None:
     """Equal of choices that do equal compute; None if a choice can be compared with itself alone."""
-    layout = ("mesh", "sequence_parallel", "async_tensor_parallel", "pipeline_schedule", "stages_per_rank")
+    pipeline, tensor = ("pipeline_schedule", "stages_per_rank"), ("sequence_parallel", "async_tensor_parallel")
+    layout = ("mesh", *pipeline, "context_parallel", *tensor)
     return None if record["shards"] else str([record["config"].get(name) for name in layout])
 
 

@@ -77,6 +77,7 @@ MAY_DIFFER = (
     "pipeline_schedule",
     "stages_per_rank",
     "pipeline_split",
+    "context_parallel",
     "plan",
 )
 """Settings that decide how steps are computed, or how many. The run record lists those that have changed."""

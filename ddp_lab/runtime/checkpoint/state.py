@@ -87,7 +87,7 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
                 tensors[f"optimizer/{name}/{key}"] = flat(strategy, value)[start:end]
             elif parts.rank == piece.start + start == 0:  # the same on every rank that holds some of the parameter
                 tensors[f"optimizer_count/{name}/{piece.name}/0"] = value.detach().view(1)
-    if strategy.data_parallel_rank == parts.rank == 0:  # of each stage
+    if strategy.group_rank == parts.rank == 0:  # of each stage
         buffers = persistent_buffers(strategy.module)
         tensors |= {f"buffer/{name}/0": buffer.detach().reshape(-1) for name, buffer in buffers.items()}
     if dist.get_rank(strategy.everyone) == 0 and strategy.scaler is not None:
@@ -107,7 +107,7 @@ def own_share(
     if component in strategy.saves_shards_of:
         rank, size = strategy.replica, strategy.replicas
     else:
-        rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
+        rank, size = strategy.group_rank, strategy.group_size
     return [(pieces[index], start, end) for index, start, end in share(lengths, rank, size)]
 
 

@@ -23,6 +23,13 @@ def without_useless_mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch
 
 
+def documents_of_tokens(position_ids: Tensor) -> Tensor | None:
+    """The number of each token's document in its row, of the shape of `position_ids`; None where a row is one."""
+    if position_ids.dtype != torch.int32:
+        return None
+    return torch.diff(position_ids, prepend=position_ids[:, :1] - 1).ne(1).cumsum(-1)
+
+
 def read_no_masks() -> None:
     """Let transformers take a mask as one that hides something, and a row of a batch as one document unless its
     positions are int32, unread."""
@@ -34,12 +41,6 @@ def read_no_masks() -> None:
 
     def hides_something(mask: Tensor) -> Any:
         return False
-
-    def documents_of_tokens(position_ids: Tensor) -> Tensor | None:
-        """The number of each token's document in its row, of the shape of `position_ids`."""
-        if position_ids.dtype != torch.int32:
-            return None
-        return torch.diff(position_ids, prepend=position_ids[:, :1] - 1).ne(1).cumsum(-1)
 
     masking_utils.fast_all = hides_something  # type: ignore[assignment]
     masking_utils.find_packed_sequence_indices = documents_of_tokens

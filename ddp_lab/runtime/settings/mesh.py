@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from functools import partial
 
-from ddp_lab.runtime.mesh import PIPELINE, TENSOR, Mesh
+from ddp_lab.runtime.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from ddp_lab.runtime.settings.field import flag
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1 = PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+ZIGZAG = "zigzag"
+CONTEXT_PARALLEL = ("ring", ZIGZAG, ULYSSES := "ulysses")
 _mesh = partial(flag, "mesh")
 
 
@@ -54,6 +56,12 @@ class MeshSettings:
         "with pp, the number of blocks in each stage (default: cut so that stages cost the same)",
         metavar="N,N,...",
     )
+    context_parallel: str = _mesh(
+        ZIGZAG,
+        "with cp, how attention reaches the tokens of other ranks: keys go around, with tokens in order or so that all "
+        "ranks compute equally much, or tokens are exchanged for heads (docs/how-it-works/context_parallel.md)",
+        choices=CONTEXT_PARALLEL,
+    )
     plan: str | None = _mesh(
         None,
         "TOML file: with tp which module is cut how, for models that have no plan here; with pp which modules are in "
@@ -69,6 +77,11 @@ class MeshSettings:
     def has_stages(self) -> bool:
         """Whether ranks hold different layers."""
         return self._degree(PIPELINE) > 1
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether ranks see parts of the same samples."""
+        return self._degree(CONTEXT) > 1
 
     def _degree(self, dimension: str) -> int:
         return Mesh.parse(self.mesh).degree(dimension) if self.mesh else 1

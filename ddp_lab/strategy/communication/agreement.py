@@ -69,12 +69,14 @@ class StepAgreement:
     """All-gathers of a few numbers a rank. Not reductions: MAX can lose a NaN, and SUM does not say whose it is.
 
     Args:
-        group: Ranks that see different samples.
-        everyone: These, and ranks that see the same samples and hold other parts of the model. They agree on how many
+        group: Ranks that see different samples, or different tokens of them.
+        everyone: These, and ranks that see the same tokens and hold other parts of the model. They agree on how many
             micro-batches there are.
         model: Ranks that hold parts of the same layers, with consecutive numbers in `everyone`; None if there is only
             this one.
         module_device: Where the exchanges run if the group cannot carry CPU tensors.
+        context_size: How many ranks of `group` are told the same tokens, of which each sees a part. As each then makes
+            as many times its part of a loss, weights count them as ranks with samples of their own.
     """
 
     def __init__(
@@ -83,9 +85,11 @@ class StepAgreement:
         everyone: dist.ProcessGroup,
         model: dist.ProcessGroup | None,
         module_device: torch.device,
+        context_size: int = 1,
     ) -> None:
         self._group, self._everyone, self._model = group, everyone, model
-        self._copies = dist.get_world_size(everyone) // dist.get_world_size(group)  # ranks with the same samples
+        self._copies = dist.get_world_size(everyone) // dist.get_world_size(group)  # ranks with the same tokens
+        self._context_size = context_size
         self.device = exchange_device(group, module_device)
 
     def expected_traffic(self, parameters: int) -> list[Collective]:
@@ -135,8 +139,8 @@ class StepAgreement:
                 "and at least one rank in every later step"
             )
         is_last = bool((flags >= WANTS_TO_STOP).any())
-        weight, all_tokens = weights.sum().item() / self._copies, int(tokens.sum()) // self._copies
-        return GlobalBatch(weight, int(micro_batches.max()), all_tokens, is_last)
+        weight, all_tokens = weights.sum().item() / self._copies, tokens.sum() // (self._copies * self._context_size)
+        return GlobalBatch(weight, int(micro_batches.max()), int(all_tokens), is_last)
 
     def _require_same_in_model(self, digests: Tensor) -> None:
         """`digests`: a row for each set of ranks that see the same samples."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ddp_lab.runtime.mesh import DATA, DATA_DIMENSIONS, SHARD, Mesh
+from ddp_lab.runtime.mesh import CONTEXT, DATA, DATA_DIMENSIONS, SHARD, Mesh
 from ddp_lab.strategy.accounting import EVERYONE, Collective
 
 
@@ -14,13 +14,14 @@ def on_mesh(traffic: Iterable[Collective], mesh: Mesh | None) -> list[Collective
 
 def dimension_name(collective: Collective, mesh: Mesh) -> str:
     """The name of a collective's dimension. Ranks that differ in one dimension alone are of that dimension. Those that
-    differ in `replicate` and `shard` are of `dp`; fewer of those that see different samples hold shards of one copy."""
+    differ in `replicate`, `shard` and `cp` are of `dp`; fewer of those that share the work hold shards of one copy."""
+    sharing = *DATA_DIMENSIONS, CONTEXT
     dimension = collective.dimension
     if dimension not in ("", EVERYONE):
         return dimension
-    if dimension == "" and SHARD in mesh.degrees and collective.group_size < mesh.data_size:
+    if dimension == "" and SHARD in mesh.degrees and collective.group_size < mesh.data_size * mesh.degree(CONTEXT):
         return SHARD
-    names = [name for name, degree in mesh.degrees.items() if degree > 1 and (dimension or name in DATA_DIMENSIONS)]
+    names = [name for name, degree in mesh.degrees.items() if degree > 1 and (dimension or name in sharing)]
     if len(names) == 1:
         return names[0]
-    return EVERYONE if set(names) - set(DATA_DIMENSIONS) else DATA
+    return EVERYONE if set(names) - set(sharing) else DATA

@@ -80,7 +80,13 @@ def test_dimensions_of_groups() -> None:
     assert {ranks: dimension_of(mesh, ranks) for ranks in expected} == expected
     assert in_order(mesh, ["", "mesh", "tp", "dp", "tp", "shard"]) == ["shard", "tp", "dp", "mesh", ""]
     assert mesh_of(None) is None and mesh_of({"config": {}}) is None
-    for text, ranks in ((None, 16), ("dp=2,pp=2,tp=4", 2), ("replicate=2,shard=4,pp=2", 4), ("pp=2,tp=8", 1)):
+    for text, ranks in (
+        (None, 16),
+        ("dp=2,pp=2,tp=4", 2),
+        ("replicate=2,shard=4,pp=2", 4),
+        ("pp=2,tp=8", 1),
+        ("shard=2,cp=4,tp=2", 8),
+    ):
         assert sharding_ranks({"config": {"mesh": text}, "world_size": 16}) == ranks
     of_two = record_of_eight_steps("x", 1.0)
     for text in ("dp", "dp=3"):

@@ -1,0 +1,105 @@
+"""Cuts the tokens of a model's batches over the ranks of `cp`, below whatever else cuts the model."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from context_parallel.attention import NAME, Context, attention
+from context_parallel.ulysses import require_heads
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.mesh import CONTEXT, TENSOR, MeshGroups
+from ddp_lab.runtime.settings.mesh import ULYSSES
+from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.model_parallel import ModelParallel
+from ddp_lab.strategy.replicated import broadcast_from_rank0
+from pipeline_parallel.parallelize import parallelize_for as cut_model
+from tensor_parallel.plan import enclosing
+from tensor_parallel.traffic import Recomputed
+
+
+def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
+    """Cut `module` in place as a run's settings say: its layers over `tp`, the module itself over `pp`, its tokens over
+    `cp`. Rank 0's parameters win. Collective.
+
+    Raises:
+        UnsupportedError: it cannot be cut so.
+    """
+    if not config.cuts_tokens:
+        return cut_model(module, config, groups, device)
+    require_known(module, config)
+    recomputed = Recomputed.of(module, config.strategy.activation_checkpointing)
+    if config.cuts_layers or config.has_stages:
+        parts = cut_model(module, config, groups, device)
+    else:
+        parts = ModelParallel(groups.model, groups.everyone, {}, groups.tensor)
+    context = Context(groups.context, config.context_parallel)
+    put_in(module, context)
+    traffic = Traffic(module, context, recomputed)
+    broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
+    return replace(parts, context_size=context.ring.size, context_traffic=traffic)
+
+
+def require_known(module: nn.Module, config: RunConfig) -> None:
+    """
+    Raises:
+        UnsupportedError: it is no causal language model of transformers whose attention can be replaced; or its heads
+            do not go with the ranks.
+    """
+    name, settings = type(module).__name__, getattr(module, "config", None)
+    if getattr(module, "loss_type", "") not in (None, "ForCausalLM") or not attentions(module):
+        raise UnsupportedError(
+            f"--mesh with cp: {name} is no causal language model of transformers; take --task causal-lm, or dp"
+        )
+    text: Any = settings.get_text_config()  # type: ignore[union-attr]
+    drops = [one for one in ("attention_dropout", "attn_pdrop") if getattr(text, one, 0)]
+    if drops and config.context_parallel != ULYSSES:
+        raise UnsupportedError(
+            f"--context-parallel {config.context_parallel}: no ring draws dropout within attention ({drops[0]} of "
+            f"{name}'s config); take ulysses, or set it to 0"
+        )
+    if config.context_parallel == ULYSSES:
+        tensor = config._degree(TENSOR)
+        require_heads(text.num_attention_heads // tensor, config._degree(CONTEXT))
+
+
+def attentions(module: nn.Module) -> list[str]:
+    """The names of its causal attentions."""
+    return [name for name, part in module.named_modules() if getattr(part, "is_causal", False)]
+
+
+def put_in(module: nn.Module, context: Context) -> None:
+    """Let a model of transformers run on a part of the tokens."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+    for name in attentions(module):
+        layer: Any = module.get_submodule(name)
+        layer.context, layer.config._attn_implementation = context, NAME
+    module.config._attn_implementation = NAME  # type: ignore[union-attr]
+    module.register_forward_pre_hook(context.cut, prepend=True, with_kwargs=True)
+    module.register_forward_hook(context.join, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a step sends over `cp`. `recomputed`: which blocks run again in backward."""
+
+    module: nn.Module
+    context: Context
+    recomputed: Recomputed
+
+    def __call__(self, micro_batches: int) -> list[Collective]:
+        names, again = attentions(self.module), 0
+        again = sum(enclosing(name, self.recomputed.again) is not None for name in names)
+        size, (nbytes, elements), queries = self.context.ring.size, self.context.keys, self.context.queries
+        forward, backward = micro_batches * (len(names) + again), micro_batches * len(names)
+        if self.context.way == ULYSSES:
+            calls = forward + backward
+            return [Collective("all_to_all", 2 * calls, calls * (2 * queries + 2 * nbytes), size, "activations")]
+        exact = elements * max(4, nbytes // elements if elements else 4)
+        turns = (size - 1) * (forward + backward), (size - 1) * backward
+        payload = 2 * 2 * (turns[0] * nbytes + turns[1] * exact)  # keys and values, sent and received
+        return [Collective("send_recv", 2 * sum(turns), payload, size, "activations")]

@@ -1,0 +1,36 @@
+"""What ranks of cp announce is what they issue: counted at the process groups."""
+
+from typing import Any
+
+from ddp_lab.runtime.mesh import Mesh
+from tests.models import make_batch
+from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.ranks import RankPool
+from tests.tables import each_row
+from tests.traffic import announced, counted
+
+
+def one_step(mesh: str, choice: str, model: str, options: dict[str, Any]) -> Any:
+    """Of the second step of two micro-batches: announced, and issued in all groups."""
+    with strategy_in_pipeline(mesh, choice, model, **options) as strategy:
+        for step in range(2):
+            with counted() as issued:
+                strategy.zero_grad()
+                strategy.forward_backward([make_batch(model, 3, 10 * step + index) for index in range(2)])
+                strategy.clip_grad_norm_(1.0)
+                strategy.step()
+                strategy.finish_parameter_synchronization()
+        return announced(strategy, 2, clips=True), issued
+
+
+@each_row(
+    "mesh, choice, model, options",
+    [
+        ("cp=3", "zero2", "lm, gqa", {"context_parallel": "ring"}),
+        ("cp=2", "tp", "lm, gqa", {"activation_checkpointing": "block", "precision": "bf16"}),
+        ("dp=2,cp=2", "zero3", "lm, gpt2", {"context_parallel": "ulysses"}),
+    ],
+)
+def test_announced_is_issued(ranks: RankPool, mesh: str, choice: str, model: str, options: dict[str, Any]) -> None:
+    for wanted, issued in ranks.run(Mesh.parse(mesh).size, one_step, mesh, choice, model, options):
+        assert issued == wanted
