@@ -244,6 +244,6 @@ def test_groups_of_some_ranks_hang_on_a_shared_gpu(mesh: str, backend: str, shar
 
 
 def test_no_part_of_tp_is_made_where_parts_hang() -> None:
-    groups: Any = dict.fromkeys(("device_mesh", "data", "model", "tensor", "everyone"))
+    groups: Any = dict.fromkeys(("device_mesh", "data", "model", "tensor", "context", "everyone"))
     with pytest.raises(UserError, match="they hang"):
         MeshGroups(Mesh.parse("tp=4"), **groups, no_parts="they hang").part_of_tensor(2)
