@@ -19,7 +19,7 @@ from ddp_lab.planner.plan import GIB, Case, Outcome, outcomes
 from ddp_lab.planner.rates import Price, listed_price
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN, WIDTH
 from ddp_lab.planner.report.command_line import runner_command
-from ddp_lab.planner.report.recommendation import reasons, recommended
+from ddp_lab.planner.report.recommendation import gib, reasons, recommended
 from ddp_lab.planner.report.table import Plan
 from ddp_lab.planner.report.wording import certainty, headline, notes
 from ddp_lab.progress import long_work
@@ -52,18 +52,22 @@ def run(options: argparse.Namespace, console: Console) -> None:
     console.print("", printed(frame), "")
     found = besides(plan, options.jobs, options.record is not None)
     for line in [*notes(plan), *reasons(plan.rows), *commands(plan), *found, *certainty(plan)]:
-        console.print(line)
+        console.print(line, soft_wrap=True, markup=False)
     if options.csv is not None:
         write(options.csv, "--csv", plan.frame.to_csv(index=False))
         console.print(f"table: {options.csv}")
 
 
 def commands(plan: Plan) -> list[str]:
-    """The command line of a run of what is recommended, if anything is."""
+    """The command line of a run of what is recommended, if anything is, and how to use the memory that it leaves."""
     best = recommended(plan.rows)
     if best is None:
         return []
-    return [f"Run it: {runner_command(plan.case_of(best.get('mesh')), str(best['choice']))}"]
+    lines = [f"Run it: {runner_command(plan.case_of(best.get('mesh')), str(best['choice']))}"]
+    if best["spare_bytes"] > best["peak_bytes"]:
+        unused = f"{gib(best['spare_bytes'])} of a device's memory stay unused"
+        lines.append(f"{unused}: `ddp-lab plan search` looks for the batch, recomputation and mesh that use them.")
+    return lines
 
 
 def planned(options: argparse.Namespace) -> Plan:

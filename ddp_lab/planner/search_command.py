@@ -46,9 +46,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print("", printed(framed([dict(of) for of, _ in front]).drop(columns="fits")))
     lines = [f"{len(found)} settings were simulated, and {sum(each.fits() for each in found)} of them fit."]
     lines += recommendation(best, pairs) if best else what_is_missing(pairs, options.jobs)
-    lines += [against_plain(best, pairs, levels[0])] if best else []
+    mesh = None if options.mesh == AUTO else cases[0].config.mesh
+    lines += [against_plain(best, pairs, levels[0], mesh)] if best else []
     for line in ["", *lines, *(f"Left out: {line}" for line in left_out), *certainty(plan)]:
-        console.print(line)
+        console.print(line, soft_wrap=True, markup=False)
     if options.csv is not None:
         write(options.csv, "--csv", framed([dict(of) for of, _ in pairs]).to_csv(index=False))
         console.print(f"table: {options.csv}")
@@ -146,15 +147,15 @@ def recommendation(best: Pair, pairs: Sequence[Pair]) -> list[str]:
     return lines
 
 
-def against_plain(best: Pair, pairs: Sequence[Pair], level: str) -> str:
+def against_plain(best: Pair, pairs: Sequence[Pair], level: str, mesh: str | None) -> str:
     """What `ddp-lab plan` with the same flags would miss: one micro-batch, and no recomputation."""
     of, _ = best
-    plain = [pair for pair in pairs if "mesh" not in pair[0] and pair[0]["grad_accum_steps"] == 1]
+    plain = [pair for pair in pairs if pair[0].get("mesh") == mesh and pair[0]["grad_accum_steps"] == 1]
     plain = [pair for pair in plain if pair[0]["activation_checkpointing"] == level]
     other, _ = best_and_front(plain)
     if other is None:
         return (
-            "As `ddp-lab plan` begins (one micro-batch, no mesh, no recomputation that is not asked for), nothing fits."
+            "As `ddp-lab plan` begins (one micro-batch, no mesh or recomputation but what is asked for), nothing fits."
         )
     if other is best:
         return "`ddp-lab plan` with these flags would take the same."

@@ -236,6 +236,8 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     assert re.match(r"1 of 4, about \d+ s to go: bucket_ddp_async: [\d.]+ ms, peak [\d.]+ GiB$", choices_done[0])
     assert choices_done[3].startswith("4 of 4: deepspeed_zero1: ")
     assert answer.stdout.startswith("PREDICTED, not measured: Llama of 1 layers") and "Take " in answer.stdout
+    assert re.search(r"^Run it: uv run torchrun .* --precision bf16$", answer.stdout, re.MULTILINE), "one line"
+    assert "21.49 GiB of a device's memory stay unused: `ddp-lab plan search`" in answer.stdout
     table = pd.read_csv(tmp_path / "a" / "plan.csv")
     assert table.choice.tolist() == ["bucket_ddp_async", "pytorch_ddp", "baseline", "deepspeed_zero1"]
     assert list(table.columns) == [name for name in PLAN_COLUMNS if name in table.columns]

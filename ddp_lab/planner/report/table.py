@@ -76,7 +76,8 @@ def rates(case: Case, step_s: float, flops: float | None) -> dict[str, float]:
     devices, samples = case.cluster.world_size, case.config.global_batch_size / step_s
     found = {"samples_per_second": samples}
     a_second = None if case.price is None else case.price.amount * devices / HOUR_S
-    told = {"config": case.config.as_dict(), "device_name": case.cluster.device.name, "world_size": devices}
+    tf32 = {"tf32": case.model.kind != "tokens"}  # as torch computes convolutions by default
+    told = {"config": case.config.as_dict() | tf32, "device_name": case.cluster.device.name, "world_size": devices}
     if (share := mfu(told | {"model_flops_per_second": flops and flops * samples})) is not None:
         found["mfu_pct"] = 100 * share
     if case.model.kind != "tokens":
