@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     flags += ["--global-batch-size", str(config.global_batch_size)]
     quiet_torchrun()
     try:
-        return 0 if start_ranks(config.label, ranks, ["-m", "ddp_lab", "train", *flags]) else 1
+        return 0 if start_ranks(config.label, ranks, flags) else 1
     except KeyboardInterrupt:  # torch is being imported
         number = int(signal.SIGINT)
     except Exception as error:

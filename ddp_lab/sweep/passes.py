@@ -31,7 +31,7 @@ def train(runs: Runs, state: SweepState, plan: Sequence[tuple[str, int]], resume
             left = sum(again not in state.runs.get(one, ()) for one, again in plan[place - 1 :] if one not in failed)
             said += f", about {left * sum(seconds) / len(seconds):.0f} s to go"
         print(said, flush=True)
-        arguments = ["-m", "ddp_lab", "train", *runs.arguments(label, number)]
+        arguments = runs.arguments(label, number)
         if resumes and number == 1 and runs.has_begun(label):
             arguments.append("--resume")
         began = time.monotonic()

@@ -189,7 +189,7 @@ def test_without_a_gpu_a_sweep_shows_the_physics(
     assert answer.returncode == 0 and said in first
     assert first.startswith(f"{count} choices x 1 pass = {count} runs of 40 steps, workload ")
     for arguments in sweep.asked.values():
-        assert parse_config("", ddp.REGISTRY, (), arguments[3:]).link == link
+        assert parse_config("", ddp.REGISTRY, (), arguments).link == link
 
 
 @each_row(
@@ -218,7 +218,7 @@ def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> Non
     path = sweep.folder / "run.toml"
     path.write_text('ddp-choice = "zero3"\nmax-steps = 20\nlr = 0.5\nseed = 3\n')
     assert sweep.run("--config", str(path), "--seed", "4").returncode == 0
-    (config,) = {replace(parse_config("", ddp.REGISTRY, (), run[3:]), choice="") for run in sweep.asked.values()}
+    (config,) = {replace(parse_config("", ddp.REGISTRY, (), run), choice="") for run in sweep.asked.values()}
     assert (config.max_steps, config.lr, config.seed, config.output_dir) == (20, 0.5, 4, str(sweep.folder))
     assert [run[run.index("--ddp-choice") + 1] for run in sweep.asked.values()] == CHOICES
 
@@ -251,13 +251,12 @@ def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep: Sweep) -> None:
     assert list(mesh_sweep.asked) == ON_FOUR[ON_FOUR.index("zero3@dp2-tp2-sp") :]
     assert mesh_sweep.run("--lr", "0.1").returncode == 0 and list(mesh_sweep.asked) == ON_FOUR
     for label, arguments in mesh_sweep.asked.items():
-        config = parse_config("", tensor_parallel.REGISTRY, (), arguments[3:])
+        config = parse_config("", tensor_parallel.REGISTRY, (), arguments)
         assert config.label == label and (config.workload, config.lr) == ("sample-lm", 0.1)
-        assert arguments[:3] == ["-m", "ddp_lab", "train"]
     own = ["--task", "causal-lm", "--model", "M", "--dataset", "D"]
     for flags, workload in ((["--workload", "mlp"], "mlp"), (own, "auto")):
         mesh_sweep.run(*flags, train=stopped_in(ON_FOUR[0]))
-        assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]][3:]).workload == workload
+        assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]]).workload == workload
 
 
 def test_a_sweep_on_a_shared_gpu_leaves_out_meshes_that_hang(mesh_sweep: Sweep) -> None:
@@ -331,40 +330,40 @@ def test_mistakes_in_meshes_are_one_line(mesh_sweep: Sweep, ranks: str, argument
 
 # Ranks under torchrun ------------------------------------------------------------------------------------------------
 
-RANK = """
-import os, signal, socket, sys
-sys.path.insert(0, os.getcwd())
-if sys.argv[1] == "is killed" and os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[1] == "exits":
-    sys.exit(3)
-if sys.argv[1] == "says why":
-    from ddp_lab.runtime.cli import exit_with_error
-    exit_with_error("a mistake")
-if sys.argv[1] == "can be reached from elsewhere":
-    port = int(os.environ["MASTER_PORT"])
-    socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=5)
-    try:
-        socket.create_connection(("127.0.0.2", port), timeout=5)
-    except ConnectionRefusedError:
-        sys.exit(0)
-    sys.exit("reached")
-"""
 SWEEP = """
-import sys
+import os, signal, socket, sys
 from torch import distributed
-from ddp_lab.runtime.process.torchrun import start_ranks
-for how in sys.argv[2:]:
-    print(how, start_ranks("flat_ddp", 2, [sys.argv[1], how]), file=sys.stderr, flush=True)
+from ddp_lab.runtime.process import torchrun
+
+def rank(how):
+    if how == "is killed" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exits":
+        sys.exit(3)
+    if how == "says why":
+        from ddp_lab.runtime.cli import exit_with_error
+        exit_with_error("a mistake")
+    if how == "can be reached from elsewhere":
+        port = int(os.environ["MASTER_PORT"])
+        socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=5)
+        try:
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+        except ConnectionRefusedError:
+            return
+        sys.exit("reached")
+
+torchrun.sees_gpu = lambda: False
+torchrun.forked_rank = rank
+for how in sys.argv[1:]:
+    print(how, torchrun.start_ranks("flat_ddp", 2, [how]), file=sys.stderr, flush=True)
 assert distributed.TCPStore.__name__ == "TCPStore"
 """
 
 
-def test_each_failure_is_one_line_and_nobody_else_can_join(tmp_path: Path) -> None:
+def test_each_failure_is_one_line_and_nobody_else_can_join() -> None:
     """What `torchrun` prints of a failure is not shown, but all that ranks print is."""
-    (tmp_path / "rank.py").write_text(RANK)
     kinds = ["exits", "says why", "is killed", "can be reached from elsewhere"]
-    command = [sys.executable, "-c", SWEEP, str(tmp_path / "rank.py"), *kinds]
+    command = [sys.executable, "-c", SWEEP, *kinds]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0 and answer.stdout == ""
     assert re.sub(r"PID \d+|rank \d", "...", answer.stderr).splitlines() == [
@@ -387,7 +386,7 @@ def test_sweeps_over_one_mesh_in_each_schedule_never_share_a_folder(mesh_sweep: 
         assert f"zero3@pp4{behind}" in mesh_sweep.asked
         for label, arguments in mesh_sweep.asked.items():
             assert LABEL.fullmatch(label) and mesh_setting(label) == f"pp4{behind}"
-            config = parse_config("", tensor_parallel.REGISTRY, (), arguments[3:])
+            config = parse_config("", tensor_parallel.REGISTRY, (), arguments)
             by_label = parse_config(
                 "", tensor_parallel.REGISTRY, (), ["--ddp-choice", "tp", *mesh_flags(mesh_setting(label))]
             )

@@ -28,17 +28,14 @@ class LoopbackStore(dist.TCPStore):
 
 
 @contextmanager
-def torchrun_on_loopback() -> Iterator[list[str]]:
-    """Within this context, `torchrun` in this process creates stores that only this machine can reach.
-
-    Yields:
-        The flags that `torchrun` needs for that.
-    """
+def stores_on_loopback() -> Iterator[None]:
+    """Within this context, the agent of `torchrun` in this process creates stores that only this machine can reach. Its
+    `local_addr` must be `LOOPBACK`."""
     plain, modules = dist.TCPStore, (dist, c10d_rendezvous_backend)  # where torchrun takes the class from
     for module in modules:
         setattr(module, NAME, LoopbackStore)
     try:
-        yield ["--standalone", "--local-addr", LOOPBACK]
+        yield
     finally:
         for module in modules:
             setattr(module, NAME, plain)

@@ -2,13 +2,16 @@
 
 import logging
 import os
+import signal
 import sys
 import tempfile
+import traceback
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_lab.runtime.process.environment import quiet_libraries
-from ddp_lab.runtime.watch.phases import long_phases_said
+from ddp_lab.runtime.process.environment import quiet_libraries, sees_gpu
+from ddp_lab.runtime.watch.phases import long_phases_said, record_phases_in
 
 QUIET = quiet_libraries() | {
     "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
@@ -23,26 +26,46 @@ def quiet_torchrun() -> None:
         os.environ.setdefault(name, value)
 
 
-def start_ranks(label: str, ranks: int, arguments: Sequence[str]) -> bool:
-    """Run a program under `torchrun`, in this process; False if it failed, after one line that says why.
+def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
+    """Run `ddp-lab train` on so many ranks, under the agent of `torchrun` in this process; False if it failed, after
+    one line that says why.
+
+    Ranks without a GPU are forked: they need not import torch, which takes most of a start. A forked process cannot use
+    CUDA if its parent has.
 
     A signal that ends it raises torch's `SignalException`, whose `is_said` tells whether a rank has said so.
 
     Args:
         label: Of the run, for that line.
-        arguments: The program, and its command line.
+        flags: Of the command line.
     """
+    forks = not sees_gpu()
     with long_phases_said(label):
-        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.run import main as torchrun
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        from ddp_lab.runtime.process.loopback import torchrun_on_loopback
+        from ddp_lab.runtime.process.loopback import LOOPBACK, stores_on_loopback
 
+        if forks:
+            import ddp_lab.runtime.run  # noqa: F401
     logging.disable(logging.ERROR)  # torchrun logs that a rank failed, but not why
-    with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, torchrun_on_loopback() as flags:
+    with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, stores_on_loopback():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            start_method="fork",
+            local_addr=LOOPBACK,
+        )
+        command = ["-u", "-m", "ddp_lab", "train", *flags]
         try:
-            torchrun([*flags, f"--nproc_per_node={ranks}", "--log-dir", log_dir, *arguments])
+            elastic_launch(config, forked_rank if forks else sys.executable)(*(flags if forks else command))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if isinstance(failure.message, dict):  # the rank has left an error file
@@ -56,3 +79,19 @@ def start_ranks(label: str, ranks: int, arguments: Sequence[str]) -> bool:
             error.is_said = any(Path(log_dir).glob("*/attempt_*/*/error.json"))  # type: ignore[attr-defined]
             raise
     return True
+
+
+def forked_rank(*flags: str) -> None:
+    """What a forked rank does. Leaves the process with an exit code unless that is 0."""
+    from ddp_lab.__main__ import main
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the parent's handlers are inherited
+    record_phases_in(None)
+    try:
+        code = main(["train", *flags])
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code:
+        sys.exit(code)

@@ -118,10 +118,10 @@ class Watcher:
                 if time.monotonic() - self._agreed_at > LEAVE_S:
                     os._exit(1)
                 continue
+            if os.getppid() != self._parent:  # a forked rank gets a signal then, too
+                self.end(ExitReason.now("orphaned", "torchrun has gone"))
             if arrived:
                 self._end_by(arrived)
-            if os.getppid() != self._parent:
-                self.end(ExitReason.now("orphaned", "torchrun has gone"))
             has_one_ended = self._peers.has_one_ended_here()
             if has_one_ended and (arrived := self._signals.arrived(0.1)):  # both got the signal; the other was quicker
                 self._end_by(arrived)
