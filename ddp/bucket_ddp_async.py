@@ -8,8 +8,9 @@ communication earlier and leaves less of it after backward; a large cap pays few
 Three things make it correct and cheap:
 - Buckets are assigned once, in reversed parameter order (roughly the order of backward), and all-reduced in that order
   on every rank. So ranks that use different parameters still reduce the same buckets.
-- A gradient lives in its bucket: `parameter.grad` is a view into it. When the first micro-batch has made all gradients
-  of a bucket, one call copies them there; later ones are added in place, and the optimizer reads them there.
+- A gradient lives in its bucket: `parameter.grad` is a view into it. Of the first micro-batch a large gradient is
+  copied there at once and small ones together, so that hardly any is held twice. Later ones are added in place, and
+  the optimizer reads them there. A bucket is made when its first gradient comes, and ends with `zero_grad`.
 - Losses are weighted by their share of the global batch before backward. So the all-reduced sum is the mean already.
 
 With `--overlap-optimizer` a bucket's parameters are updated while later buckets are in flight (`ddp.early_updates`).
@@ -57,15 +58,12 @@ class BucketDDP(ReplicatedStrategy):
         for bucket in self.buckets if not self.is_in_pipeline else ():
             bucket.missing = len(bucket.parameters)
 
-    def _on_gradient(self, bucket: Bucket, _: Tensor) -> None:
+    def _on_gradient(self, bucket: Bucket, parameter: Tensor) -> None:
+        bucket.receive(parameter)
         bucket.missing -= self.steps.counts_gradients
-        if bucket.missing:
-            return
-        if not self.steps.reduces_now:
-            bucket.collect()
-            return
-        for next_bucket in self._order.ready(bucket):
-            self._start(next_bucket)
+        if self.steps.reduces_now and not bucket.missing:
+            for next_bucket in self._order.ready(bucket):
+                self._start(next_bucket)
 
     def after_backward(self) -> None:
         if self.steps.another_follows:
@@ -83,6 +81,11 @@ class BucketDDP(ReplicatedStrategy):
         for bucket in self.buckets:  # while the later ones are in flight
             bucket.wait()
             self.early.check_and_update(bucket) if updates_early else self.early.check(bucket)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for bucket in self.buckets:
+            bucket.reset()
 
     def norm_of_share(self) -> Tensor:
         return self.early.norm() if self.model_parallel is None else super().norm_of_share()

@@ -4,43 +4,45 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ddp_lab.strategy.communication.collectives import is_own
 from ddp_lab.strategy.replicated import bytes_of
 
 DEFAULT_CAP_MB = 25.0
 """PyTorch DDP's, too."""
 FEWEST_BUCKETS = 10
 """Of a model, where its user sets no size: the last one, which nothing hides, is then small beside the rest."""
+MOST_WAITING = 2**20
+"""Bytes of gradients that wait to be moved together. What waits is held twice, and may leave the processor's cache."""
 
 
 class Bucket:
-    """A flat buffer of gradients that are all-reduced together.
+    """A flat buffer of gradients that are all-reduced together. It is made when the first of them come into it.
 
     Args:
         parameters: Of one dtype and device; their gradients lie in the buffer in this order.
+
+    Attributes:
+        flat: The buffer, (elements,). It has no elements while no parameter has a gradient.
+        views: For each parameter its place in the buffer, in its shape. None while there is no buffer.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
+        self.parameters, self._nothing = parameters, parameters[0].detach().new_empty(0)
+        self.flat = self._nothing
+        self.views: list[Tensor] = []
         self.work: Any = None
         self._abandoned: list[Any] = []
-        self._allocate()
         self.reset()
 
-    def _allocate(self) -> None:
-        first = self.parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
-        pieces = self.flat.split([p.numel() for p in self.parameters])
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
-
     def reset(self) -> None:
-        """Begin a new step: all gradients are still to come."""
+        """Begin a new step: all gradients are still to come. The buffer is freed unless gradients are left in it."""
         if self.work is not None:  # of a step that was abandoned: the all-reduce may go on in the old buffer
             self._abandoned.append((self.work, self.flat))
-            self._allocate()
-        self.missing = len(self.parameters)
-        self.work = None
+        if all(parameter.grad is None for parameter in self.parameters):
+            self.flat, self.views = self._nothing, []
+        self.missing, self.work, self._waiting = len(self.parameters), None, 0
 
     def wait(self) -> None:
         """Wait for the all-reduce of the bucket, and so for those that came before it."""
@@ -48,23 +50,42 @@ class Bucket:
         self.work = None
         self._abandoned.clear()
 
+    def receive(self, parameter: Tensor) -> None:
+        """Backward has made or added up the gradient of `parameter`. Small ones wait, to be moved here together."""
+        self._waiting += parameter.nbytes
+        if not self.views and len(self.parameters) == 1 and is_own(parameter.grad):
+            assert parameter.grad is not None
+            self.flat, self.views = parameter.grad.view(-1), [parameter.grad]  # it is the bucket: nothing is copied
+        elif self._waiting >= MOST_WAITING:
+            self.collect()
+
     @torch.no_grad()
     def collect(self) -> None:
         """Make `.grad` of each parameter that has one the view into this bucket, with the same values: by one copy for
         all that are not there yet."""
-        triples = ((p, p.grad, view) for p, view in zip(self.parameters, self.views, strict=True))
-        new = [(p, gradient, view) for p, gradient, view in triples if gradient is not None and gradient is not view]
+        self._waiting = 0
+        found = ((slot, parameter.grad) for slot, parameter in enumerate(self.parameters))
+        new = {slot: g for slot, g in found if g is not None and not (self.views and g is self.views[slot])}
         if new:
-            torch._foreach_copy_([view for _, _, view in new], [gradient for _, gradient, _ in new])
-        for parameter, _, view in new:
-            parameter.grad = view
+            self.made()
+            torch._foreach_copy_([self.views[slot] for slot in new], list(new.values()))
+        for slot in new:
+            self.parameters[slot].grad = self.views[slot]
 
     def complete(self) -> None:
         """Collect what is there, and put zeros where this rank made no gradient in this step."""
         self.collect()
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for parameter, view in zip(self.parameters, self.made(), strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
+
+    def made(self) -> list[Tensor]:
+        """The views, of a new buffer if there is none."""
+        if not self.views:
+            self.flat = self._nothing.new_empty(sum(parameter.numel() for parameter in self.parameters))
+            pieces = self.flat.split([parameter.numel() for parameter in self.parameters])
+            self.views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
+        return self.views
 
 
 def usual_cap_bytes(parameters: Iterable[nn.Parameter]) -> float:

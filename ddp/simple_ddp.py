@@ -6,10 +6,8 @@ micro-batches a step, every rank puts K all-reduces of each gradient on the wire
 nothing computes meanwhile: communication is fully exposed. This is the yardstick that all the others improve on.
 """
 
-import torch
-
 from ddp_lab.strategy.accounting import Collective
-from ddp_lab.strategy.replicated import ReplicatedStrategy
+from ddp_lab.strategy.replicated import ReplicatedStrategy, gradient_of
 
 
 class SimpleDDP(ReplicatedStrategy):
@@ -22,9 +20,7 @@ class SimpleDDP(ReplicatedStrategy):
 
     def after_backward(self) -> None:
         for parameter in self.trainable.values():
-            if parameter.grad is None:  # not used by this micro-batch here, but perhaps on another rank
-                parameter.grad = torch.zeros_like(parameter)
-            self.all_reduce(parameter.grad)
+            self.all_reduce(gradient_of(parameter))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         parameters = list(self.trainable.values()) * micro_batches

@@ -5,10 +5,8 @@ itself, and they are all-reduced once, after the last backward. Per optimizer st
 2(N-1)/N * P elements on the wire instead of K times as many; what is left is as exposed as in `simple_ddp`.
 """
 
-import torch
-
 from ddp_lab.strategy.accounting import Collective
-from ddp_lab.strategy.replicated import ReplicatedStrategy
+from ddp_lab.strategy.replicated import ReplicatedStrategy, gradient_of
 
 
 class SimpleDDPAccumulated(ReplicatedStrategy):
@@ -18,9 +16,7 @@ class SimpleDDPAccumulated(ReplicatedStrategy):
         if not self.steps.reduces_now:
             return
         for parameter in self.trainable.values():
-            if parameter.grad is None:  # not used here in this step, but perhaps on another rank
-                parameter.grad = torch.zeros_like(parameter)
-            self.all_reduce(parameter.grad)
+            self.all_reduce(gradient_of(parameter))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         return self.gradient_all_reduces(len(self.trainable), self.trainable.values())

@@ -9,12 +9,11 @@ Hooks may fire in another order on another rank. So all ranks reduce in one fixe
 is roughly the order of backward. A gradient that backward does not make on this rank is reduced as zeros.
 """
 
-import torch
 from torch import Tensor
 
 from ddp.fixed_order import FixedOrder
 from ddp_lab.strategy.accounting import Collective
-from ddp_lab.strategy.replicated import ReplicatedStrategy
+from ddp_lab.strategy.replicated import ReplicatedStrategy, gradient_of
 
 
 class HookDDP(ReplicatedStrategy):
@@ -46,10 +45,3 @@ class HookDDP(ReplicatedStrategy):
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         return self.gradient_all_reduces(len(self.trainable), self.trainable.values())
-
-
-def gradient_of(parameter: Tensor) -> Tensor:
-    """Its gradient, which is zeros if this rank has made none."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

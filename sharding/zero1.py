@@ -24,7 +24,7 @@ from ddp.buckets import fill_buckets, usual_cap_bytes
 from ddp.fixed_order import FixedOrder
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.communication.collectives import all_gather, side_group
+from ddp_lab.strategy.communication.collectives import all_gather, is_gloo, side_group
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from sharding.options.arrivals import Arrivals
 from sharding.parts.flat import FlatParameters
@@ -60,26 +60,25 @@ class Zero1(ShardedStrategy):
         self.order = FixedOrder(self.buckets)
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
-            for parameter in bucket.flat.parameters:
-                self.watch.then(parameter, partial(self._on_gradient, bucket))
+            for slot, parameter in enumerate(bucket.flat.parameters):
+                self.watch.then(parameter, partial(self._on_gradient, bucket, slot))
 
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 
     def before_step(self) -> None:
         super().before_step()
         self.order.restart()
+        self.sent: list[GradientBucket] = []  # whose reduction is not finished
         for flat in self.flats:
             flat.require_in_place()
 
-    def _on_gradient(self, bucket: GradientBucket, _: Tensor) -> None:
-        bucket.missing -= self.steps.counts_gradients
-        if bucket.missing or not self.steps.in_micro_batch:
+    def _on_gradient(self, bucket: GradientBucket, slot: int, _: Tensor) -> None:
+        if not self.steps.in_micro_batch:
             return
-        if not self.steps.reduces_now:
-            bucket.collect()
-            return
-        for next_bucket in self.order.ready(bucket):
-            self.start_reduction(next_bucket)
+        bucket.receive(slot, self.steps.counts_gradients)
+        if self.steps.reduces_now and not bucket.missing:
+            for next_bucket in self.order.ready(bucket):
+                self.start_reduction(next_bucket)
 
     def after_backward(self) -> None:
         if self.steps.another_follows:
@@ -88,20 +87,20 @@ class Zero1(ShardedStrategy):
 
     def start_reduction(self, bucket: GradientBucket) -> None:
         bucket.start_reduction()
-        if self.ranks.replicate is not None:  # so that the sum over replicas starts in backward, too
-            self.finish_earlier(bucket)
+        self.sent.append(bucket)
+        # The sum over replicas should start in backward, too. What Gloo has received takes memory until it is added.
+        if self.ranks.replicate or is_gloo(self.shard_group, self.device):
+            self.finish_earlier(IN_FLIGHT)
 
-    def finish_earlier(self, bucket: GradientBucket) -> None:
-        """Wait for the bucket that is `IN_FLIGHT` before `bucket`."""
-        index = self.buckets.index(bucket) - IN_FLIGHT
-        if index >= 0:
-            self.buckets[index].finish_reduction()
+    def finish_earlier(self, most: int) -> None:
+        """Wait until at most so many buckets are being reduced."""
+        while len(self.sent) > most:
+            self.sent.pop(0).finish_reduction()
 
     def finish_gradient_synchronization(self) -> None:
         for bucket in self.order.rest():  # behind a gradient that backward did not make on this rank
             self.start_reduction(bucket)
-        for bucket in self.buckets:
-            bucket.finish_reduction()
+        self.finish_earlier(0)
         self.take_gradients()
 
     # Optimizer: update the shard, then all-gather parameters -----------------------------------------------------

@@ -14,7 +14,7 @@ Fp32 bytes a rank, beside activations: 4 P parameters, 4 P / N gradients, 8 P / 
 """
 
 from sharding.parts.gradient_buckets import GradientBucket, ShardedGradientBucket
-from sharding.zero1 import Zero1
+from sharding.zero1 import IN_FLIGHT, Zero1
 
 
 class Zero2(Zero1):
@@ -29,8 +29,9 @@ class Zero2(Zero1):
         self.reduces_every_micro_batch = not self.is_in_pipeline
 
     def start_reduction(self, bucket: GradientBucket) -> None:
-        self.finish_earlier(bucket)  # to free its memory first: gradients and their copy are here together
+        self.finish_earlier(IN_FLIGHT - 1)  # to free its memory first: gradients and their copy are here together
         bucket.start_reduction()
+        self.sent.append(bucket)
 
     def after_backward(self) -> None:
         """Finish what the backward pass of a micro-batch has left in flight, so that its full gradients are freed."""

@@ -118,6 +118,18 @@ class Odd(nn.Module):
         return answer(self.last(torch.tanh(self.large(mixed))), y)
 
 
+class Handed(nn.Module):
+    """Two parameters whose gradients lie in one memory: a sum of views hands on what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.full((FEATURES,), value)) for value in (0.3, 0.5))
+        self.last = nn.Linear(FEATURES, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return answer(self.last(x * (self.a.view(2, -1) + self.b.view(2, -1)).view(-1)), y)
+
+
 class Branching(nn.Module):
     """Uses branch `a` for samples with a positive first feature and branch `b` for others; never uses `spare`."""
 
@@ -342,6 +354,7 @@ MODELS = {
     "plain": Plain,
     "tied": Tied,
     "frozen": Frozen,
+    "handed": Handed,
     "adapted": Adapted,
     "odd": Odd,
     "llama": llama_classifier,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.capabilities import Supports
+from ddp_lab.strategy.communication.collectives import is_own
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.ranges import share
 from ddp_lab.strategy.state import require_matching_state, shapes_of
@@ -108,6 +109,16 @@ class ReplicatedStrategy(Strategy):
             return [*self.compression.traffic(calls, gradients), *self.buffer_traffic()]
         whole = Collective("all_reduce", calls, bytes_of(gradients), self.group_size, "gradients")
         return [whole, *self.buffer_traffic()]
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Its gradient, to be reduced in its place: zeros where this rank has made none but another may have, and a copy
+    where another gradient lies in the same memory."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif not is_own(parameter.grad):
+        parameter.grad = parameter.grad.clone()
+    return parameter.grad
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:

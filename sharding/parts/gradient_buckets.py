@@ -1,75 +1,105 @@
 """Buckets of gradients that are reduce-scattered: kept whole (ZeRO-1), or freed once they are reduced (ZeRO-2, 3).
 
-A bucket's life in one backward pass: autograd makes gradients; when none is `missing`, `collect` moves them here by
-one copy for `start_reduction`; `finish_reduction` when the sum is needed. Then `shard` holds this rank's part of the
-sum; with replicas (`sharding.options.replicas`), after `finish_replicas`.
+A bucket's life in one backward pass: autograd makes gradients, and `collect` moves them here, several by one copy; when
+none is `missing`, `start_reduction`; `finish_reduction` when the sum is needed. Then `shard` holds this rank's part of
+the sum; with replicas (`sharding.options.replicas`), after `finish_replicas`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ddp_lab.strategy.communication.collectives import Pending, free, reduce_scatter
+from ddp.buckets import MOST_WAITING
+from ddp_lab.strategy.communication.collectives import Pending, free, is_own, reduce_scatter
 from sharding.options.replicas import SumOverReplicas
 from sharding.parts.flat import FlatParameters
 
-MOST_WAITING = 25 * 2**20
-"""Bytes of gradients that wait to be copied together, where memory for a whole bucket is made late."""
-
 
 class GradientBucket:
-    """The gradients of some flat parameters, in a flat tensor that stays. The sum's shard replaces this rank's part.
+    """The gradients of some flat parameters, in a flat tensor that is made when the first of them come into it, and
+    stays until `reset`. The sum's shard replaces this rank's part.
 
     Args:
         dtype: In which gradients of several micro-batches are added up, and reduced. Default: that of the gradients.
 
     Attributes:
-        full: This rank's own gradients, (padded_numel,).
+        full: This rank's own gradients, (padded_numel,), if there are any.
+        views: For each parameter its place in `full`, in its shape; none while it is not made.
         shard: The sum over ranks, (shard_numel,), in the dtype of the update, once reduced.
         missing: Gradients still to come before the bucket can be reduced.
         in_flight: The reduce-scatter, from its start until it is waited for.
         averages: Whether reductions give the average over ranks instead of the sum.
+        most_waiting: Bytes of gradients that wait to be copied together.
     """
 
     averages = False
+    most_waiting = MOST_WAITING
 
     def __init__(self, flat: FlatParameters, dtype: torch.dtype | None = None) -> None:
         self.flat, self.dtype = flat, dtype or flat.full.dtype
         self.replicas = SumOverReplicas(flat.ranks, self.dtype) if flat.ranks.replicate else None
         self.casts = self.dtype != flat.full.dtype
         self._placed: set[int] = set()
-        self.allocate()
+        self.full: Tensor | None = None
+        self.views: Sequence[Tensor] = ()
         self.in_flight: Pending | None = None
         self._abandoned: list[object] = []
         self.reset()
-
-    def allocate(self) -> None:
-        self.full = torch.zeros_like(self.flat.full, dtype=self.dtype)
-        self.views = [self.flat.layout.view(self.full, slot) for slot in range(len(self.flat.parameters))]
 
     def reset(self) -> None:
         """Begin a new step: no gradient is here, and none is in the shard."""
         to_replicas = self.replicas is not None and self.replicas.abandon()
         if self.in_flight or to_replicas:  # of a step that was abandoned: the reduction may go on in the old tensors
             self._abandoned.append((self.in_flight, self.tensors()))
-            self.allocate()
+        self.drop()
         self.shard: Tensor | None = None
-        self.in_flight = None
-        self._placed.clear()
         self.missing = len(self.flat.parameters)
+
+    def drop(self) -> None:
+        """Free the full gradients."""
+        self.full, self.views, self.in_flight, self._waiting = None, (), None, 0
+        self._placed.clear()
+
+    def receive(self, slot: int, counts: bool = True) -> None:
+        """Autograd has made a gradient of the parameter in `slot`; the last one before the reduction if it `counts`."""
+        place = self.flat.layout.slots[slot]
+        self.missing -= counts
+        self._waiting += (place.end - place.start) * self.dtype.itemsize
+        if counts and (self._waiting >= self.most_waiting or len(self.flat.parameters) == 1):
+            self.collect()
 
     @torch.no_grad()
     def collect(self) -> None:
         """Move the gradients here that autograd has made since, by one copy. It adds those of later micro-batches in
         place, if they have the bucket's dtype."""
+        self._waiting = 0
         found = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
-        new = {slot: grad for slot, grad in found if grad is not None and grad is not self.views[slot]}
-        self._place(new)
+        new = {slot: g for slot, g in found if g is not None and not (self.views and g is self.views[slot])}
+        if self._is_whole(new) and is_own(new[0]):
+            self.full, self.views = new[0].view(-1), [new[0]]
+        elif new:
+            self.make_full()
+            self._place(new)
         for slot in new:
             self.flat.parameters[slot].grad = None if self.casts else self.views[slot]
         if self.casts:
             self._placed |= new.keys()
+
+    def _is_whole(self, new: Mapping[int, Tensor]) -> bool:
+        """Whether the one gradient in `new` may become the full tensor as it is, so that nothing is copied."""
+        fits = 0 in new and new[0].numel() == self.flat.layout.padded_numel and new[0].is_contiguous()
+        return fits and self.full is None and not self.casts
+
+    def make_full(self) -> Tensor:
+        """The full tensor, made if it is not there."""
+        if self.full is None:
+            self.full = torch.empty_like(self.flat.full, dtype=self.dtype)
+            *pieces, padding = self.flat.layout.cut(self.full)
+            if padding.numel():
+                padding.zero_()
+            self.views = [piece.view_as(p) for piece, p in zip(pieces, self.flat.parameters, strict=True)]
+        return self.full
 
     def _place(self, new: Mapping[int, Tensor]) -> None:
         """Copy gradients here, or add them to those of earlier micro-batches."""
@@ -78,13 +108,19 @@ class GradientBucket:
         if again := new.keys() & self._placed:
             torch._foreach_add_([self.views[slot] for slot in again], [new[slot] for slot in again])
 
-    def start_reduction(self) -> None:
+    def complete(self) -> Tensor:
+        """The full tensor, with zeros where this rank made no gradient."""
         self.collect()
+        full = self.make_full()
         for slot, parameter in enumerate(self.flat.parameters):
-            if parameter.grad is None and slot not in self._placed:  # not used on this rank in this step
+            if parameter.grad is None and slot not in self._placed:
                 self.views[slot].zero_()
-        self.shard = self.flat.layout.shard_of(self.full, self.flat.rank)
-        self.in_flight = reduce_scatter(self.shard, self.full, self.flat.group, self.averages)
+        return full
+
+    def start_reduction(self) -> None:
+        full = self.complete()
+        self.shard = self.flat.layout.shard_of(full, self.flat.rank)
+        self.in_flight = reduce_scatter(self.shard, full, self.flat.group, self.averages)
 
     def wait(self) -> None:
         """Wait for the reduce-scatter in flight, and so for those that came before it."""
@@ -146,58 +182,49 @@ class ShardedGradientBucket(GradientBucket):
     again, rather than the tensor replaced.
     """
 
-    full: Tensor | None  # type: ignore[assignment]
-
-    def allocate(self) -> None:
-        super().allocate()
-        assert self.full is not None
-        self._buffer, self._bytes = self.full, self.full.nbytes
-        free(self._buffer)
-        self.full = None
-        self._sum: Tensor | None = None
-        self._placed.clear()
-        self._waiting = 0
+    most_waiting = 25 * 2**20  # memory for a whole bucket is made late
+    _buffer: Tensor | None = None
+    _sum: Tensor | None = None
 
     def reset(self) -> None:
+        if self.in_flight:  # of a step that was abandoned: it may go on in the old buffer
+            self._buffer = None
         super().reset()
-        self._drop()
 
-    def receive(self, slot: int) -> None:
-        """Autograd has made the gradient of the parameter in `slot`."""
-        self.missing -= 1
-        self._waiting += self.views[slot].nbytes
-        if self._waiting >= MOST_WAITING:
-            self.collect()
+    def drop(self) -> None:
+        """Free the full gradients, unless autograd made them: they may share their memory with another."""
+        free(self._buffer)
+        self.in_flight = self.full = self._sum = None
+        self._placed.clear()
+        self._waiting = 0
 
     @torch.no_grad()
     def collect(self) -> None:
         found = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
         new = {slot: gradient for slot, gradient in found if gradient is not None}
-        only, whole = new.get(0), self.flat.layout.padded_numel
-        if only is not None and only.numel() == whole and only.is_contiguous() and not self.casts:
-            self.full = only.view(-1)  # the whole bucket: no copy is needed
+        if self._is_whole(new):
+            self.full = new[0].view(-1)
         elif new:
-            self._make_full()
+            self.make_full()
             self._place(new)
         for slot in new:
             self.flat.parameters[slot].grad = None
         self._placed |= new.keys()
         self._waiting = 0
 
-    def _make_full(self) -> Tensor:
-        if self.full is None:
-            self._buffer.untyped_storage().resize_(self._bytes)
-            if self.flat.layout.padded_numel > self.flat.layout.numel:
-                self._buffer[self.flat.layout.numel :] = 0
-            self.full = self._buffer
+    def make_full(self) -> Tensor:
+        if self._buffer is None:
+            self._buffer = super().make_full()
+        elif self.full is None:
+            layout, self.full = self.flat.layout, self._buffer
+            self.full.untyped_storage().resize_(layout.padded_numel * self.dtype.itemsize)
+            if layout.padded_numel > layout.numel:
+                self.full[layout.numel :] = 0
+        assert self.full is not None
         return self.full
 
     def start_reduction(self) -> None:
-        self.collect()
-        full = self._make_full()
-        for slot in range(len(self.views)):
-            if slot not in self._placed:  # not used on this rank by this micro-batch
-                self.views[slot].zero_()
+        full = self.complete()
         self._sum = torch.empty_like(self.flat.shard, dtype=self.dtype, device=full.device)
         self.in_flight = reduce_scatter(self._sum, full, self.flat.group, self.averages)
 
@@ -205,14 +232,7 @@ class ShardedGradientBucket(GradientBucket):
         if self.in_flight and self._sum is not None:
             self.wait()
             self.pass_on(self._sum)
-            self._drop()
-
-    def _drop(self) -> None:
-        """Free the full gradients, unless autograd made them: they may share their memory with another."""
-        free(self._buffer)
-        self.in_flight = self.full = self._sum = None
-        self._placed.clear()
-        self._waiting = 0
+            self.drop()
 
     def take(self, total: Tensor) -> None:
         """Add a micro-batch's sum over all ranks to the shard."""

@@ -38,6 +38,7 @@ from tests.parity import (
 from tests.ranks import RankPool
 from tests.tables import each_row
 
+BUCKETS = ("ddp", "bucket_ddp_async")
 Trap = Callable[[RankPool, Choice], None]
 TRAPS: list[tuple[str, Trap, list[Choice]]] = []
 
@@ -72,6 +73,12 @@ def unused_parameters(ranks: RankPool, choice: Choice) -> None:
         options = {"bucket_cap_mb": cap_mb, "find_unused_parameters": True}  # PyTorch DDP must be told to search
         for result in check_parity(ranks, choice, signs, [[[2, 2], [2, 2]]] * 3, "adam", options):
             assert not {"spare.weight", "spare.bias"} & result["gradients"].keys()
+
+
+@trap
+def gradients_in_one_memory(ranks: RankPool, choice: Choice) -> None:
+    """What is reduced in the place of one must not change the other."""
+    check_parity(ranks, choice, "handed", [[[2], [2]]] * 2, options={"bucket_cap_mb": 0.00001})
 
 
 UNEVEN = {
@@ -111,19 +118,19 @@ def zero_grad_either_way(ranks: RankPool, choice: Choice) -> None:
     assert all(torch.equal(dropped[name], filled[name]) for name in dropped)
 
 
-def bucket_storage() -> bool:
-    strategy = make(("ddp", "bucket_ddp_async"), build("plain"))
-    places = []
-    for step in range(2):
-        one_step(strategy, [make_batch("plain", 2, step)] * 2)
-        places.append([p.grad.data_ptr() for p in strategy.trainable.values()])
+def bucket_storage(cap_mb: float) -> tuple[bool, int]:
+    """Whether gradients lie in buckets, and the bytes that are left of them between steps."""
+    strategy = load(BUCKETS)(build("plain"), OPTIMIZERS["sgd"], StrategyOptions(bucket_cap_mb=cap_mb))
+    one_step(strategy, [make_batch("plain", 2, 0)] * 2)
     flats = [t.untyped_storage().data_ptr() for t in strategy.gradient_tensors()]
     owned = all(p.grad.untyped_storage().data_ptr() in flats for p in strategy.trainable.values())
-    return places[0] == places[1] and owned
+    strategy.zero_grad()
+    return owned, strategy.memory_breakdown()["gradients"]
 
 
-def test_bucket_gradients_are_views_into_persistent_buffers(ranks: RankPool) -> None:
-    assert ranks.run(2, bucket_storage) == [True, True]
+@each_row("cap_mb", [25.0, 0.00001])
+def test_gradients_are_views_into_buckets_that_end_with_them(ranks: RankPool, cap_mb: float) -> None:
+    assert ranks.run(2, bucket_storage, cap_mb) == [(True, 0)] * 2
 
 
 def leave_no_sync(choice: Choice) -> tuple[bool, ...]:
