@@ -119,7 +119,8 @@ class Odd(nn.Module):
 
 
 class Handed(nn.Module):
-    """Two parameters whose gradients lie in one memory: a sum of views hands on what it was given."""
+    """Two parameters whose gradients lie in one memory: a sum of views hands on what it was given. Autograd itself adds
+    those of a second backward pass twice, in one process too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +355,6 @@ MODELS = {
     "plain": Plain,
     "tied": Tied,
     "frozen": Frozen,
-    "handed": Handed,
     "adapted": Adapted,
     "odd": Odd,
     "llama": llama_classifier,
@@ -401,6 +401,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "deep, normed": partial(Deep, partial(nn.BatchNorm1d, 20)),
         "deep, skips": partial(Deep, skips=True),
         "awkward": AwkwardBlocks,
+        "handed": Handed,
         LORA: llama_with_adapters,
     }[name]()  # type: ignore[operator]
 
