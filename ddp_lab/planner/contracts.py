@@ -31,6 +31,7 @@ class OperatorCall:
         dtypes: Of the same, without `torch.`: `float32`.
         flops: Floating-point operations by `torch.utils.flop_counter`; 0 where it knows none.
         bytes_moved: Bytes of all tensors read and of all written. A tensor that is changed in place counts twice.
+        access: How it reaches memory (`ddp_lab.planner.costs.access`).
     """
 
     name: str
@@ -38,6 +39,7 @@ class OperatorCall:
     dtypes: tuple[str, ...]
     flops: int
     bytes_moved: int
+    access: str = "contiguous"
 
 
 class OperatorCosts(Protocol):
@@ -60,12 +62,14 @@ class CollectiveCost:
         share: Part of the link that it keeps busy while alone. An all-reduce uses every rank's sending and receiving
             side all the time: 1. A broadcast between two ranks uses one of two directions: 0.5, so that two from
             different roots do not disturb each other.
+        slowing: Part of `Costs.contention` by which it slows compute.
     """
 
     latency_s: float
     transfer_s: float
     link: str
     share: float = 1.0
+    slowing: float = 1.0
 
 
 class CollectiveCosts(Protocol):
@@ -86,9 +90,10 @@ class Costs:
     """What operators and collectives take, and how far that may be off.
 
     Attributes:
-        contention: How many times as long compute takes while a collective is in flight; at least 1.
+        contention: How many times as long compute takes while a collective is in flight in a node; at least 1.
         compute_error: Largest relative error of the time of operators.
         sources: Where the figures come from, a sentence each.
+        host_s: What the host takes to issue an operator, while the device computes.
     """
 
     operators: OperatorCosts
@@ -96,6 +101,7 @@ class Costs:
     contention: float = 1.0
     compute_error: float = 0.0
     sources: tuple[str, ...] = ()
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True)

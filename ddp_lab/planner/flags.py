@@ -22,7 +22,7 @@ AS_THE_RUNNERS = (
     *("sequence_parallel", "async_tensor_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
     *("global_batch_size", "grad_accum_steps", "precision"),
     *("param_dtype", "reduce_dtype", "master_dtype", "activation_checkpointing", "loss_chunks", "offload"),
-    *("clip_grad_norm", "bucket_cap_mb"),
+    *("clip_grad_norm", "bucket_cap_mb", "compile"),
 )
 """Settings of a plan that mean what they mean for the runner, as `--mesh` does but for `auto`."""
 count, amount = at_least(1), at_least(0, float)
@@ -109,6 +109,13 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     add("--device-memory-gib", type=at_least(0.001, float), default=80.0, help="of one device, in GiB (default: 80)")
 
 
+def add_check_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--check", required=True, metavar="TABLE", help="published, or a TOML file of measured steps like it")
+    add("--rows", metavar="NAMES", help="only these rows of it, with commas between (default: all)")
+    add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
+
+
 def add_record_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add_task_flag(parser)
@@ -124,6 +131,7 @@ COMMANDS = {
     "search": (add_search_flags, "ddp_lab.planner.search_command"),
     "memory": (add_memory_flags, "ddp_lab.planner.memory_command"),
     "record": (add_record_flags, "ddp_lab.planner.record_command"),
+    "check": (add_check_flags, "ddp_lab.planner.check_command"),
 }
 """For each command what makes its flags, and the module whose `run` does it, which is imported only then."""
 

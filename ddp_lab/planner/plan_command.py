@@ -137,7 +137,10 @@ def case_of(options: argparse.Namespace) -> Case:
         raise UserError("--efficiency is for rates of a table; it does not go with --record")
     if options.record and options.param_dtype:
         raise UserError("--record: a record has the times of fp32 parameters; it does not go with --param-dtype")
-    costs = costs_of(cluster, options.precision, options.record, options.contention)
+    if options.record and config.strategy.compile_backend:
+        raise UserError("--record: a record has the times of eager operators; it does not go with --compile")
+    compiles = config.strategy.compile_backend is not None
+    costs = costs_of(cluster, options.precision, options.record, options.contention, compiles)
     price = listed_price(cluster.device.name) if options.price is None else Price(options.price)
     return Case(model, cluster, config, options.sequence_length, costs, price, options.tokens)
 

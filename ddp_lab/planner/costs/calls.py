@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ddp_lab.planner.contracts import OperatorCall
+from ddp_lab.planner.costs.access import access_of
 
 aten = torch.ops.aten
 
@@ -33,7 +34,9 @@ WITHOUT_BYTES = frozenset(
 )
 """Operators that make or rename a tensor or read its properties, so that no kernel runs over its elements. Views, which
 a schema marks as such, are not listed."""
-READS_PART = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather, aten.slice_backward})
+READS_PART = frozenset(
+    {aten.embedding, aten.index_select, aten.index, aten.gather, aten.slice_backward, aten.nll_loss_forward}
+)
 """Operators that read no more of their first tensor than they write."""
 
 WRITES_ONLY = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"})
@@ -76,6 +79,7 @@ def operator_call(
         result: Its result. A tensor that is changed in place must be the same object there.
     """
     tensors = tensors_in((*args, *kwargs.values()))
+    given = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | dict(kwargs)
     flops = 0
     if formula := FLOPS.get(function.overloadpacket):
         flops = int(formula(*args, **kwargs, out_val=result))
@@ -84,34 +88,30 @@ def operator_call(
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         dtypes=tuple(dtype_name(tensor.dtype) for tensor in tensors),
         flops=flops,
-        bytes_moved=bytes_moved(function, args, kwargs, tensors, result) if touches_data(function) else 0,
+        bytes_moved=bytes_moved(function, given, tensors, result) if touches_data(function) else 0,
+        access=access_of(function, given, tensors, tensors_in((result,))),
     )
 
 
 def bytes_moved(
-    function: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    tensors: Sequence[Tensor],
-    result: Any,
+    function: torch._ops.OpOverload, given: Mapping[str, Any], tensors: Sequence[Tensor], result: Any
 ) -> int:
-    """`tensors`: those among the arguments."""
+    """`given`: arguments by name. `tensors`: those among them."""
     written = tensors_in((result,))
     if function.overloadpacket in READS_PART and tensors:
         produced = sum(map(tensor_bytes, written))
         return produced + min(tensor_bytes(tensors[0]), produced) + sum(map(tensor_bytes, tensors[1:]))
-    both = updated(function, args, kwargs)
+    both = updated(function, given)
     return sum(
         tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in (*tensors, *written)}.values()
     ) + sum(map(tensor_bytes, both))
 
 
-def updated(function: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def updated(function: torch._ops.OpOverload, given: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that it reads and then writes."""
     schema = function._schema
     if not schema.is_mutable or schema.name.partition("::")[2].removeprefix("_foreach_") in WRITES_ONLY:
         return []
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
     names = [
         argument.name
         for argument in schema.arguments

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ddp_lab.planner.costs.cluster import Cluster, Device, Host, Link
+from ddp_lab.planner.costs.access import CONTIGUOUS, KINDS
+from ddp_lab.planner.costs.cluster import Attention, Cluster, Device, Host, Link
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import Link as Speed
@@ -22,6 +23,10 @@ from ddp_lab.runtime.link.speed import rate_of
 
 TABLE = Path(__file__).parent.parent / "hardware.toml"
 CPU = "cpu"
+ADD = (
+    'Or add it to ddp_lab/planner/hardware.toml: [devices.NAME] with like = "H100" and what differs: memory_mib, '
+    "flops, bytes_per_s, efficiency, source"
+)
 
 
 def device(name: str, efficiency: float | None = None) -> Device:
@@ -37,21 +42,33 @@ def device(name: str, efficiency: float | None = None) -> Device:
     try:
         key = known(name, table()["devices"], "device")
     except UserError as error:
-        raise UserError(f"{error} Or add it to ddp_lab/planner/hardware.toml") from None
-    entry = table()["devices"][key]
-    parts = entry["efficiency"]
-    compute, memory = (parts[what] if efficiency is None else efficiency for what in ("compute", "memory"))
-    if not 0 < compute <= 1:
-        raise UserError(f"--efficiency {compute:g}: give a part above 0 and at most 1")
+        raise UserError(f"{error} {ADD}") from None
+    entry = entry_of(key)
+    parts, kind = entry["efficiency"], table()["operators"][entry["kind"]]
+    if efficiency is not None and not 0 < efficiency <= 1:
+        raise UserError(f"--efficiency {efficiency:g}: give a part above 0 and at most 1")
+    compute = efficiency or parts["compute"]
+    accesses = {access: efficiency or kind[access] for access in KINDS}
+    attention = Attention(**entry["attention"]) if "attention" in entry else None
     return Device(
         key,
         entry["kind"],
         entry["memory_mib"] * 2**20 if key != CPU else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         {dtype: compute * rate for dtype, rate in entry["flops"].items()},
-        memory * entry["bytes_per_s"],
+        {access: part * entry["bytes_per_s"] for access, part in accesses.items()},
         parts["launch_us"] * 1e-6,
-        f"{entry['source']}; {compute:.0%} of peak compute and {memory:.0%} of peak memory rate",
+        f"{entry['source']}; {compute:.0%} of peak compute and {accesses[CONTIGUOUS]:.0%} of peak memory rate",
+        entry.get("elements_per_s", float("inf")),
+        Attention(efficiency, efficiency, 0.0) if efficiency and attention else attention,
+        entry["flops"],
+        kind["host_us"] * 1e-6,
     )
+
+
+def entry_of(key: str) -> dict[str, Any]:
+    """What the table has of a device, and else what it has of the one that it is `like`."""
+    entry = table()["devices"][key]
+    return {**(entry_of(entry["like"]) if "like" in entry else {}), **entry}
 
 
 def link(name: str) -> Link:
@@ -74,7 +91,8 @@ def link(name: str) -> Link:
     part = entry["efficiency"]
     full_name = key if count == "1" else f"{count}x{key}"
     source = f"{entry['source']}; {part:.0%} of {bytes_per_s * int(count) / 1e9:g} GB/s"
-    return Link(full_name, entry["latency_us"] * 1e-6, int(count) * bytes_per_s * part, source)
+    rate, peers = int(count) * bytes_per_s * part, entry.get("peers", 1)
+    return Link(full_name, entry["latency_us"] * 1e-6, rate, source, peers, int(count))
 
 
 def host(ranks: int) -> Host:
@@ -107,7 +125,7 @@ def cluster(
     of_one = device(parts[3], efficiency)
     if of_one.kind == "cpu":
         of_one = replace(of_one, memory_bytes=of_one.memory_bytes // ranks)
-    link_name = link_name or table()["devices"][of_one.name].get("link")
+    link_name = link_name or entry_of(of_one.name).get("link")
     if link_name is None:
         raise UserError(f"--link is missing: {of_one.name} has none of its own; give pcie4, 10gbit, ...")
     return Cluster(

@@ -25,12 +25,16 @@ class LinkCosts:
     """Costs on any cluster, with nothing measured: hops x latency + bytes / rate."""
 
     cluster: Cluster
+    slowing_by_card: float = 1.0
+    """What a network card slows compute by, as a part of what a collective in a node does."""
 
     def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
         name, share = self._link_of(kind, ranks)
+        between = self.cluster.between if self.cluster.nodes_of(ranks) > 1 else None
+        slowing = min(1.0, self.slowing_by_card * between.cards) if between else 1.0
         base = BASE_S[self.cluster.backend]
         candidates = [(base + latency, seconds) for latency, seconds in self._ways(kind, payload_bytes, ranks)]
-        return CollectiveCost(*min(candidates, key=sum), name, share)
+        return CollectiveCost(*min(candidates, key=sum), name, share, slowing)
 
     def _link_of(self, kind: str, ranks: tuple[int, ...]) -> tuple[str, float]:
         nodes, backend = self.cluster.nodes_of(ranks), self.cluster.backend
@@ -43,8 +47,8 @@ class LinkCosts:
         cluster, backend = self.cluster, self.cluster.backend
         inside, between = cluster.inside, cluster.between
         nodes, size = cluster.nodes_of(ranks), len(ranks)
-        flat = volume(kind, backend, size)
-        latency, transfer = flat.hops * inside.latency_s, flat.busiest * payload_bytes / inside.bytes_per_s
+        flat, reached = volume(kind, backend, size), min(1.0, (ceil(size / nodes) - 1) / inside.peers or 1.0)
+        latency, transfer = flat.hops * inside.latency_s, flat.busiest * payload_bytes / inside.bytes_per_s / reached
         if nodes > 1 and between is not None:
             on_node = ceil(size / nodes)
             side_by_side = cluster.ranks_per_node / on_node

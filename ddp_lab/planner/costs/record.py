@@ -19,7 +19,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.records.record import cpu_name
 from ddp_lab.untrusted import fitted, json_bytes
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 Key = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]
 
 
@@ -77,6 +77,7 @@ class Entry(msgspec.Struct):
     dtypes: tuple[str, ...]
     flops: Annotated[int, msgspec.Meta(ge=0, le=2**60)]
     bytes_moved: Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+    access: str
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 

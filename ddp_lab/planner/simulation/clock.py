@@ -9,14 +9,16 @@ that could each fill the link, each advances at a k-th of its own pace. Transfer
 not disturb each other until their parts add up to more than 1 (fluid model: processor sharing). Between two events
 (something starts or ends) all paces are constant, so time advances from event to event and nothing is discretized.
 
-Compute is slower by one factor, `contention`, while a collective is in flight.
+Compute is slower by one factor, `contention`, while a collective is in flight, or by a part of it
+(`CollectiveCost.slowing`).
 
-On CUDA the host runs ahead: what it issues in a side stream may have begun before the compute that was issued earlier
-was done. Such a collective is brought up to the present when it is issued, and the compute that it would have slowed
-down is made up for after it.
+On CUDA the host runs ahead. Where it does not, the device waits: an operator begins once the host has issued it. What
+the host issues in a side stream may have begun before the compute that was issued earlier was done. Such a collective
+is brought up to the present when it is issued, and the compute that it would have slowed down is made up for after it.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +71,7 @@ class Clock:
 
     Args:
         contention: How many times as long compute takes while a collective is in flight; at least 1.
+        host_s: What the host takes to issue an operator.
 
     Attributes:
         now_s: Seconds since the clock was made.
@@ -78,8 +81,8 @@ class Clock:
         notes: What it was told so far: seconds to compute; a collective when it was issued, and when it was waited for.
     """
 
-    def __init__(self, contention: float = 1.0) -> None:
-        self._contention = contention
+    def __init__(self, contention: float = 1.0, host_s: float = 0.0) -> None:
+        self._contention, self._host_s, self._issued_s = contention, host_s, 0.0
         self.now_s = self.compute_s = self.in_flight_s = self.exposed_s = 0.0
         self._active: dict[Flight, Queue] = {}  # in the order in which they began
         self._flown_until_s = 0.0
@@ -92,16 +95,24 @@ class Clock:
         return self.now_s, self.compute_s, self.in_flight_s, self.exposed_s
 
     def compute(self, seconds: float) -> None:
-        """Compute what takes `seconds` where nothing else goes on."""
+        """Compute what takes `seconds` where nothing else goes on, as soon as the host has issued it."""
         self.notes.append(seconds)
+        self._issued_s += self._host_s
+        self._pass_until(self._issued_s)
+        self._compute(seconds)
+
+    def _compute(self, seconds: float) -> None:
         begin, left = self.now_s, seconds
         if not self._active:
             self.now_s, left = begin + seconds, 0.0
         while left > 0:
-            slowness = self._contention if self._active else 1.0
+            slowness = self._slowness([flight.cost for flight in self._active])
             step = self._step(left * slowness)
             left = left - step / slowness if step < left * slowness else 0.0
         self.compute_s += self.now_s - begin
+
+    def _slowness(self, costs: Iterable[CollectiveCost]) -> float:
+        return 1 + (self._contention - 1) * max((cost.slowing for cost in costs), default=0.0)
 
     def issue(self, cost: CollectiveCost, queue: Queue, ready_s: float = float("inf"), meeting: Any = None) -> Flight:
         """Issue a collective, which begins as soon as its queue lets it.
@@ -115,7 +126,7 @@ class Clock:
         queue.waiting.append(flight)
         self._begin_next(queue)
         owed_s, self._owed_s = self._owed_s, 0.0
-        self.compute(owed_s)
+        self._compute(owed_s)
         return flight
 
     def wait(self, flight: Flight) -> None:
@@ -129,9 +140,12 @@ class Clock:
     def wait_until(self, moment_s: float) -> None:
         """Do nothing until then."""
         begin = self.now_s
+        self._pass_until(moment_s)
+        self.exposed_s += self.now_s - begin
+
+    def _pass_until(self, moment_s: float) -> None:
         while (left_s := moment_s - self.now_s) > 0 and self._step(left_s) < left_s:
             pass
-        self.exposed_s += self.now_s - begin
 
     def _begin_next(self, queue: Queue) -> None:
         while queue.waiting and queue.running < queue.width:
@@ -155,7 +169,7 @@ class Clock:
         until_s = flight.began_s + passed_s
         self.in_flight_s += max(0.0, until_s - max(flight.began_s, self._flown_until_s))
         self._flown_until_s = max(self._flown_until_s, until_s)
-        self._owed_s += passed_s * (1 - 1 / self._contention)
+        self._owed_s += passed_s * (1 - 1 / self._slowness([flight.cost]))
         return until_s
 
     def _end(self, flight: Flight, ended_s: float) -> None:

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.simulation.clock import Clock, Flight, Queue
 
 Notes = Sequence[float | Flight]
@@ -17,15 +18,15 @@ Readings = tuple[float, float, float, float]
 """Of one clock (`Clock.readings`)."""
 
 
-def side_by_side(told: Sequence[Notes], begins: Sequence[int], contention: float) -> list[tuple[Readings, Readings]]:
+def side_by_side(told: Sequence[Notes], begins: Sequence[int], costs: Costs) -> list[tuple[Readings, Readings]]:
     """Of each rank, what its clock shows when the step that counts begins, and when all is done.
 
     Args:
         told: What was noted of each rank.
         begins: How many of its notes are from before that step.
-        contention: As of `Clock`.
+        costs: What slows compute.
     """
-    meetings, clocks = Meetings(told), [Clock(contention) for _ in told]
+    meetings, clocks = Meetings(told), [Clock(costs.contention, costs.host_s) for _ in told]
     readings: list[list[Readings]] = [[] for _ in told]
     walks = [walk(*one, meetings) for one in zip(clocks, told, begins, readings, strict=True)]
     while walks:

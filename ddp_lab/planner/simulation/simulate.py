@@ -77,7 +77,7 @@ def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) ->
         gc.unfreeze()
     if len(found) == 1:
         return found[0]
-    begun, ended = zip(*side_by_side(notes, begins, costs.contention), strict=True)
+    begun, ended = zip(*side_by_side(notes, begins, costs), strict=True)
     step_s = max(now_s for now_s, *_ in ended) - max(now_s for now_s, *_ in begun)
     busy_s, in_flight_s = (fmean(end[of] - begin[of] for begin, end in zip(begun, ended, strict=True)) for of in (1, 2))
     largest = max(range(len(found)), key=lambda place: found[place].memory.peak_bytes)
@@ -92,7 +92,7 @@ class Simulation:
         self, setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0, forms: Forms | None = None
     ) -> None:
         self.setting, self.rank, self.forms = setting, rank, {} if forms is None else forms
-        self.clock = Clock(costs.contention)
+        self.clock = Clock(costs.contention, costs.host_s)
         self.observer = StepObserver()
         self.is_cuda = cluster.device.kind == "cuda"
         self.streams = Streams(self.clock)
@@ -132,12 +132,13 @@ class Simulation:
             module = self.setting.make_module()
             self.device.is_building = False
             options, offload = config.strategy, config.strategy.offload
-            options = replace(options, offload=offload and offload.partition(":")[0])  # no real file
+            # No real file, and the operators as they are before a compiler fuses them: costs know of that.
+            options = replace(
+                options, offload=offload and offload.partition(":")[0], compile=False, compile_backend=None
+            )
             options = on_mesh(options, module, config, groups, self.forms)
             if options.model_parallel and options.model_parallel.pipeline:
                 make_strategy = make_strategy.in_stages()
-            if options.compile_backend:
-                raise CannotSimulate("--compile: what a compiler makes of a block cannot be simulated")
             self.strategy = strategy = make_strategy(module, adamw, options, groups.data if groups else None)
             stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
             self._sort_memory()

@@ -10,10 +10,13 @@ from torch._subclasses import FakeTensorMode
 
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.access import CONTIGUOUS, KINDS
 from ddp_lab.planner.costs.cluster import Device
 from ddp_lab.planner.costs.timing import Operators
 from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
+
+ATTENTION, DENSE, HALF = torch.nn.functional.scaled_dot_product_attention, torch.contiguous_format, ("bfloat16",)
 
 
 def call(flops: int, bytes_moved: int, dtype: str = "float32") -> OperatorCall:
@@ -95,9 +98,13 @@ def test_clusters() -> None:
 @each_row(
     ("find", "given", "says"),
     [
-        (hardware.device, ("H10",), "unknown device .*H100.* Or add it to ddp_lab/planner/hardware.toml"),
+        (
+            hardware.device,
+            ("H10",),
+            "unknown device .*H100.* Or add it to .*hardware.toml: .devices.NAME. with like = ",
+        ),
         (hardware.device, ("RTX 4080",), "RTX 4090"),
-        (hardware.device, ("zzz",), "known: H200"),
+        (hardware.device, ("zzz",), "known: H100"),
         (hardware.link, ("nvlink",), "unknown link .*nvlink4"),
         *((hardware.link, (name,), "link|rate") for name in ("0gbit", "0xndr", "1.2.3gbit")),
         *((hardware.device, ("L4", part), "--efficiency") for part in (0, 1.1, float("nan"))),
@@ -122,5 +129,56 @@ def test_roofline_by_hand() -> None:
     assert roofline.seconds(call(10**12, 100, "complex64")) is None
     convolution = replace(call(10**12, 100), name="aten.convolution_backward.default")
     assert roofline.seconds(convolution) == pytest.approx(10**12 / 78e12 + 1e-6)
-    without_tf32 = Device("T4", "cuda", 1, {"float32": 1e12}, 1e15)
+    without_tf32 = Device("T4", "cuda", 1, {"float32": 1e12}, {CONTIGUOUS: 1e15})
     assert without_tf32.seconds(convolution) == pytest.approx(1.0)
+
+
+def test_how_operators_reach_memory() -> None:
+    """Whatever torch cannot handle several elements of at a time is scattered."""
+    wide, heads, whole = torch.ones(6, 4), torch.ones(2, 3, 4).transpose(0, 1), torch.ones(3, 2, 4)
+    made = {
+        "contiguous": [lambda: wide + wide, lambda: heads * heads, lambda: wide.to(torch.bfloat16), lambda: wide * 2.0],
+        "scattered": [
+            *(lambda: wide * wide[0], lambda: wide * wide[:, :1], lambda: wide[:, :2].neg(), lambda: heads + whole),
+            *(lambda: wide.mean(1), lambda: torch.cat([wide, wide], 1), lambda: heads.clone(memory_format=DENSE)),
+        ],
+        "rows": [lambda: wide.log_softmax(1), lambda: torch.nn.functional.layer_norm(wide, (4,))],
+        "derivative": [lambda: torch.ops.aten.silu_backward(wide, wide)],
+        "causal": [lambda: ATTENTION(whole[None], whole[None], whole[None], is_causal=True)],
+    }
+    for kind, calls in made.items():
+        for number, one in enumerate(calls):
+            with Operators() as operators:
+                one()
+            assert {each.access for each in operators.seen if each.bytes_moved} == {kind}, (kind, number)
+    with Operators() as operators:
+        torch.cat([torch.ones(2, 200), torch.ones(2, 200)], 1)
+        wide.sum()
+        torch._foreach_add_([wide, torch.ones(2)], 1.0)
+        torch.nn.functional.embedding(torch.tensor([1, 2]), wide)
+    assert {each.access for each in operators.seen} == {"contiguous"}, "long pieces, one result, or one after another"
+
+
+def test_rates_by_kind_of_operator() -> None:
+    """On an H100, as kernels were measured (docs/planner-costs.md), and where a compiler fuses them."""
+    h100 = hardware.device("H100")
+    heads = ((2, 32, 2048, 64),) * 3
+    forward = OperatorCall(
+        "aten._scaled_dot_product_flash_attention.default", heads, HALF, 68_719_476_736, 2**25, "causal"
+    )
+    backward = replace(forward, name=f"{forward.name}_backward", flops=5 * forward.flops // 2)
+    strided = OperatorCall("aten.neg.default", ((2, 32, 2048, 32),), HALF, 0, 2**24, "scattered")
+    mean = OperatorCall("aten.mean.dim", ((2, 2048, 2048),), ("float32",), 0, 2**25, "scattered")
+    derivative = OperatorCall("aten.silu_backward.default", ((2, 2048, 5632),) * 2, HALF, 0, 138_412_032, "derivative")
+    took = {"forward": 155e-6, "backward": 435e-6, "strided": 18.2e-6, "mean": 33.2e-6, "derivative": 62.5e-6}
+    calls = {"forward": forward, "backward": backward, "strided": strided, "mean": mean, "derivative": derivative}
+    for name, call in calls.items():
+        assert h100.seconds(call) - h100.launch_s == pytest.approx(took[name], rel=0.1), name
+    plain = h100.seconds(forward)
+    assert h100.seconds(replace(forward, access="contiguous")) == pytest.approx(2 * plain, rel=0.02), "not causal"
+    masked = replace(forward, name="aten._scaled_dot_product_efficient_attention.default", access="contiguous")
+    assert h100.seconds(masked) > 3 * plain
+    fused = h100.compiled(dict.fromkeys(KINDS, 0.5), 1e-5)
+    assert fused.seconds(mean) - fused.launch_s == pytest.approx((h100.seconds(mean) - h100.launch_s) / 2)
+    assert fused.seconds(forward) == plain and fused.host_s == 1e-5 < h100.host_s
+    assert hardware.device("H100-500W").elements_per_s == h100.elements_per_s, "as the one that it is like"

@@ -96,3 +96,16 @@ def test_messages_that_pass_from_a_node_to_the_next_share_its_link() -> None:
     costs = LinkCosts(Cluster(hardware.device("L4"), 2, 4, FAST, SLOW, "gloo"))
     one, two, within = (costs.cost("send_recv", 10**9, ranks).transfer_s for ranks in ((3, 4), (2, 4), (1, 2)))
     assert two == pytest.approx(2 * one) and one == pytest.approx(1e9 / SLOW.bytes_per_s) and within < one
+
+
+def test_boards_without_a_switch_and_network_cards() -> None:
+    """Of four devices that are linked in pairs, two have a third of the rate, and four all of it."""
+    board = LinkCosts(replace(hardware.cluster("4xH100"), inside=replace(FAST, peers=3)))
+    whole = LinkCosts(replace(board.cluster, inside=FAST))
+    times = [
+        [each.cost("all_gather", P, tuple(range(ranks))).transfer_s for ranks in (2, 4)] for each in (board, whole)
+    ]
+    assert times[0] == pytest.approx([3 * times[1][0], times[1][1]])
+    nodes = LinkCosts(hardware.cluster("2x4xH100", between="4xndr"), slowing_by_card=0.1)
+    assert nodes.cost("all_gather", P, (0, 4)).slowing == pytest.approx(0.4)
+    assert nodes.cost("all_gather", P, (0, 1)).slowing == 1.0

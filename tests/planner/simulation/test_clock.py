@@ -69,6 +69,26 @@ def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latenc
         assert clock.now_s == pytest.approx(ready + 3.0)
 
 
+def test_the_device_waits_for_a_host_that_is_behind() -> None:
+    """Ten operators of 10 us, issued every 25 us; what the host is ahead by after a long one is made use of."""
+    clock = Clock(host_s=25e-6)
+    for _ in range(10):
+        clock.compute(10e-6)
+    assert clock.now_s == pytest.approx(260e-6) and clock.compute_s == pytest.approx(100e-6)
+    assert clock.exposed_s == 0, "it waits for no collective"
+    for seconds in (1e-3, *[10e-6] * 10):
+        clock.compute(seconds)
+    assert clock.now_s == pytest.approx(275e-6 + 1e-3 + 100e-6)
+
+
+def test_network_cards_slow_compute_by_a_part() -> None:
+    for slowing, took in ((1.0, 1.5), (0.5, 1.25), (0.0, 1.0)):
+        clock = Clock(1.5)
+        clock.issue(CollectiveCost(0.0, 9.0, "link", slowing=slowing), Queue(1))
+        clock.compute(1.0)
+        assert clock.now_s == pytest.approx(took)
+
+
 def play(issued: list[tuple[float, CollectiveCost, int]], contention: float = 1.0) -> tuple[Clock, list[Flight]]:
     """Compute before each collective, which is issued in the queue of that number; wait for all."""
     clock, queues = Clock(contention), [Queue(1), Queue(2)]

@@ -62,7 +62,7 @@ COSTS = Costs(EachOperator(), EachCollective())
 
 
 def cluster(ranks: int = 2, kind: str = "cpu") -> Cluster:
-    device = Device("a device", kind, 2**40, {"float32": 1e12}, 1e11)
+    device = Device("a device", kind, 2**40, {"float32": 1e12}, {"contiguous": 1e11})
     return Cluster(device, 1, ranks, Link("link", LATENCY, RATE), backend="gloo" if kind == "cpu" else "nccl")
 
 
