@@ -41,7 +41,8 @@ def mfu(record: dict[str, Any]) -> float | None:
 @cache
 def gpus() -> dict[str, dict[str, Any]]:
     """Devices of the planner's table by each of their names."""
-    devices = tomllib.loads(TABLE.read_text())["devices"]
+    table = tomllib.loads(TABLE.read_text())["devices"]
+    devices = {key: table.get(device.get("like"), {}) | {"aliases": []} | device for key, device in table.items()}
     return {
         spelled(name): device
         for key, device in devices.items()

@@ -68,7 +68,7 @@ def device(name: str, efficiency: float | None = None) -> Device:
 def entry_of(key: str) -> dict[str, Any]:
     """What the table has of a device, and else what it has of the one that it is `like`."""
     entry = table()["devices"][key]
-    return {**(entry_of(entry["like"]) if "like" in entry else {}), **entry}
+    return {**table()["devices"].get(entry.get("like"), {}), **entry}
 
 
 def link(name: str) -> Link:
