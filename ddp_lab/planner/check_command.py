@@ -51,6 +51,7 @@ class Checked:
     name: str
     measured: Measured
     case: Case
+    choice: str
     step_s: float
 
     @property
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         for (name, row), (case, _), outcome in zip(rows.items(), tasks, outcomes(tasks, options.jobs), strict=True):
             if outcome.simulated is None:
                 raise UserError(f"row {name}: {outcome.reason}")
-            found.append(Checked(name, row, case, outcome.simulated.step_time_s))
+            found.append(Checked(name, row, case, outcome.name, outcome.simulated.step_time_s))
             tell(f"{name}: {found[-1].error:+.1%}; {gist(outcome)}")
     console.print(table(found), "")
     for line in summary(found):
@@ -152,7 +153,7 @@ def table(found: Sequence[Checked]) -> Table:
                 one.name,
                 one.case.model.name.partition("/")[2] or one.case.model.name,
                 devices,
-                one.case.config.mesh or "",
+                one.choice,
             ),
             *(f"{rate:,.0f}" for rate in rates),
             *(f"{1e3 * seconds:,.1f}" for seconds in times),
