@@ -72,7 +72,7 @@ class BucketDDP(ReplicatedStrategy):
 
     def _start(self, bucket: Bucket) -> None:
         bucket.complete()
-        bucket.work = self.all_reduce(bucket.flat, async_op=True)
+        bucket.work = self.all_reduce(bucket.flat, bucket.views, async_op=True)
 
     def finish_gradient_synchronization(self) -> None:
         for bucket in self._order.rest():  # behind a gradient that backward did not make on this rank

@@ -44,8 +44,11 @@ class ReplicatedStrategy(Strategy):
             self.compression = Compression(kind, self.process_group)
             self.always_averages = True
 
-    def all_reduce(self, gradient: Tensor, async_op: bool = False) -> Any:
+    def all_reduce(self, gradient: Tensor, parts: Sequence[Tensor] = (), async_op: bool = False) -> Any:
         """`torch.distributed.all_reduce` of a gradient in place, compressed if that is wanted (`make_compression`).
+
+        Args:
+            parts: If `gradient` holds those of several parameters: views into it, one for each parameter.
 
         Returns:
             A handle to wait for, if `async_op`.
@@ -53,7 +56,7 @@ class ReplicatedStrategy(Strategy):
         if self.compression is None:
             op = dist.ReduceOp.AVG if self.steps.averages else dist.ReduceOp.SUM
             return dist.all_reduce(gradient, op, self.process_group, async_op)
-        handle = self.compression.all_reduce(gradient)
+        handle = self.compression.all_reduce(gradient, parts or [gradient])
         return handle if async_op else handle.wait()
 
     def before_micro_batch(self) -> None:

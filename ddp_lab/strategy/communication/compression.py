@@ -4,9 +4,12 @@
   its share, 1/N of its gradient, and sums are rounded too. DDP does this by PyTorch's own communication hook, and the
   result is bitwise the same.
 - `int8` (`--compress int8`, `communication.int8`): a quarter of the bytes. What rounding loses is added later.
+- `powersgd` (`--compress powersgd`, `communication.powersgd`): a matrix is sent as two vectors. What this loses is
+  added later.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,40 +18,61 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.strategy.accounting import Collective
-from ddp_lab.strategy.communication.int8 import Int8, Int8AllReduce
+from ddp_lab.strategy.communication.int8 import Int8
+from ddp_lab.strategy.communication.powersgd import PowerSGD
+
+
+class Handle(Protocol):
+    """An average under way."""
+
+    def wait(self) -> None:
+        """Put the average into the gradient. Once, and in the order in which averages were started on all ranks."""
+
+
+class Method(Protocol):
+    """A way to compress."""
+
+    def average(self, number: int, flat: Tensor, parts: Sequence[Tensor]) -> Handle:
+        """See `Compression.all_reduce`. `number`: from 0, the same in every round for the same gradients."""
+
+    def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
+        """See `Compression.traffic`."""
 
 
 class Compression:
     """Averages gradients over the ranks of `group`, compressed.
 
     Args:
-        kind: `bf16` or `int8`.
+        kind: `bf16`, `int8` or `powersgd`.
     """
 
     def __init__(self, kind: str, group: dist.ProcessGroup) -> None:
-        self._group, self._next_number = group, 0
-        self._int8 = Int8(group) if kind == "int8" else None
+        methods: dict[str, type[Rounded | Int8 | PowerSGD]] = {"bf16": Rounded, "int8": Int8, "powersgd": PowerSGD}
+        self._method: Method = methods[kind](group)
+        self._group = group
+        self._next_number = 0
 
     def begin_round(self) -> None:
         """The all-reduces of the next backward pass follow."""
         self._next_number = 0
 
-    def all_reduce(self, gradient: Tensor) -> "RoundedAllReduce | Int8AllReduce":
-        """Average `gradient` in place, when the handle is waited for: once, and in the order of these calls, which is
-        the same on all ranks."""
-        if self._int8 is None:
-            return RoundedAllReduce(gradient, self._group)
+    def all_reduce(self, gradient: Tensor, parts: Sequence[Tensor]) -> Handle:
+        """Average `gradient` in place, when the handle is waited for.
+
+        Args:
+            parts: Views into it, one for each parameter.
+        """
         self._next_number += 1
-        return self._int8.average(self._next_number - 1, gradient)
+        return self._method.average(self._next_number - 1, gradient, parts)
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Let DDP reduce its buckets this way."""
 
         def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            if self._int8 is None:
+            if isinstance(self._method, Rounded):
                 return bf16_compress_hook(self._group, bucket)
             flat = bucket.buffer()
-            self._int8.average(bucket.index(), flat).wait()
+            self._method.average(bucket.index(), flat, bucket.gradients()).wait()
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(flat)
             return done
@@ -56,9 +80,22 @@ class Compression:
         ddp.register_comm_hook(None, hook)
 
     def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
-        """What replaces `calls` all-reduces of `gradients`. For `int8`: once they have run."""
-        if self._int8 is not None:
-            return self._int8.traffic(calls)
+        """What replaces `calls` all-reduces of `gradients`. For `int8` and `powersgd`: once they have run."""
+        return self._method.traffic(calls, gradients)
+
+
+class Rounded:
+    """Averages in bf16."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def average(self, number: int, flat: Tensor, parts: Sequence[Tensor]) -> "RoundedAllReduce":
+        """See `Method`."""
+        return RoundedAllReduce(flat, self._group)
+
+    def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
+        """See `Compression.traffic`."""
         payload = sum(2 * gradient.numel() for gradient in gradients)
         return [Collective("all_reduce", calls, payload, self._group.size(), "gradients")]
 

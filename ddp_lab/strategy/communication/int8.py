@@ -18,6 +18,7 @@ which have their all-to-alls at different times. So the first `wait` of a step b
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class Int8:
         self._rounds: dict[int, int] = {}
         self._started: list[Int8AllReduce] = []
 
-    def average(self, number: int, flat: Tensor) -> "Int8AllReduce":
+    def average(self, number: int, flat: Tensor, parts: Sequence[Tensor] = ()) -> "Int8AllReduce":
         """Start to average `flat` over ranks.
 
         Args:
@@ -55,8 +56,8 @@ class Int8:
             self._started.clear()  # a step may have been abandoned
         return Int8AllReduce(flat, self._owed[number], self._group, self._started)
 
-    def traffic(self, calls: int) -> list[Collective]:
-        """What replaces `calls` all-reduces, once they have run. For N ranks, E elements need
+    def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
+        """What replaces `calls` all-reduces; see `compression.Compression.traffic`. For N ranks, E elements need
         2(N-1)/N E (1 + 4/256) bytes on the wire."""
         sizes = [self._owed[number].message_bytes for number in sorted(self._owed)]
         payload = sum(itertools.islice(itertools.cycle(sizes), calls))
