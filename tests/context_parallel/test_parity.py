@@ -95,6 +95,9 @@ def test_what_is_refused(ranks: RankPool, ranks_of_cp: int, model: str, options:
         ({"mesh": "dp=2", **RING}, "must be with --mesh and cp above 1"),
         ({"mesh": "cp=2", "loss_chunks": 2}, "must be without tp and cp"),
         ({"mesh": "cp=2", "compile": True}, "must be without tp and cp"),
+        ({"mesh": "cp=2,tp=2"}, "cp goes with dp alone"),
+        ({"mesh": "pp=2,cp=2"}, "cp goes with dp alone"),
+        ({"mesh": "replicate=2,shard=1,cp=2"}, "cp goes with dp alone"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
