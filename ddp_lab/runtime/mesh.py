@@ -280,7 +280,7 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
 
     def along(dimensions: tuple[str, ...]) -> dist.ProcessGroup:
         """Ranks that differ in these dimensions alone."""
-        names = tuple(name for name in degrees if name in dimensions)
+        names = tuple(name for name in degrees if name in dimensions and (name, degrees[name]) != (CONTEXT, 1))
         return parts[names[0]] if len(names) == 1 else device_mesh[names]._flatten("_".join(names)).get_group()
 
     data, model = along((*DATA_DIMENSIONS, CONTEXT)), along((PIPELINE, TENSOR))

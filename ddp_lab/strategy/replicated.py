@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.capabilities import Supports
-from ddp_lab.strategy.communication.collectives import is_own
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.ranges import share
+from ddp_lab.strategy.ranges import is_own, share
 from ddp_lab.strategy.state import require_matching_state, shapes_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_lab.strategy.communication.collectives import free, references
+from ddp_lab.strategy.communication.collectives import free
+from ddp_lab.strategy.ranges import references
 
 
 class LowPrecisionWeights:

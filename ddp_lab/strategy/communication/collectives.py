@@ -51,21 +51,6 @@ def free(tensor: Tensor | None) -> None:
         tensor.untyped_storage().resize_(0)
 
 
-def references(tensor: Tensor) -> int:
-    """How many tensors share its storage, those that autograd has saved among them."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def is_own(gradient: Tensor | None) -> bool:
-    """Whether a gradient fills its memory, one element behind the other, and nothing else is there. Otherwise it must
-    not be changed in place: where an operator hands on what it was given, gradients are views of one tensor."""
-    if gradient is None or gradient.requires_grad or not gradient.is_contiguous():
-        return False
-    return gradient.untyped_storage().nbytes() == gradient.nbytes and references(gradient) <= ITSELF
-
-
-ITSELF = 2
-"""References to the memory of a tensor that shares it with no other: its own, and the one by which they are counted."""
 _device_types_of_gloo: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
