@@ -61,8 +61,7 @@ def require_known(module: nn.Module, config: RunConfig) -> None:
             f"{name}'s config); take ulysses, or set it to 0"
         )
     if config.context_parallel == ULYSSES:
-        tensor = config._degree(TENSOR)
-        require_heads(text.num_attention_heads // tensor, config._degree(CONTEXT))
+        require_heads(text.num_attention_heads // config.degree(TENSOR), config.degree(CONTEXT))
 
 
 def attentions(module: nn.Module) -> list[str]:
@@ -92,7 +91,7 @@ class Traffic:
     recomputed: Recomputed
 
     def __call__(self, micro_batches: int) -> list[Collective]:
-        names, again = attentions(self.module), 0
+        names = attentions(self.module)
         again = sum(enclosing(name, self.recomputed.again) is not None for name in names)
         size, (nbytes, elements), queries = self.context.ring.size, self.context.keys, self.context.queries
         forward, backward = micro_batches * (len(names) + again), micro_batches * len(names)

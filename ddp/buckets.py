@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_lab.strategy.ranges import is_own
-from ddp_lab.strategy.replicated import bytes_of
+from ddp_lab.strategy.replicated import bytes_of, is_own
 
 DEFAULT_CAP_MB = 25.0
 """PyTorch DDP's, too."""

@@ -55,10 +55,6 @@ RULES: Rules = (
         "--context-parallel {0.context_parallel}: must be with --mesh and cp above 1",
     ),
     (
-        lambda c: not (c.cuts_tokens and (c.cuts_layers or c.has_stages or c.is_hybrid)),
-        "--mesh {0.mesh}: cp goes with dp alone; with tp, pp, replicate and shard it is not proven",
-    ),
-    (
         lambda c: not (c.cuts_layers or c.cuts_tokens) or c.strategy.loss_chunks == 1,
         "--loss-chunks {0.strategy.loss_chunks}: must be without tp and cp, over whose ranks a loss is cut already",
     ),

@@ -13,7 +13,7 @@ from ddp_lab.strategy.communication.consistency import require_castable
 from ddp_lab.strategy.options import BF16_TRUE
 
 DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES[BF16_TRUE] = torch.bfloat16
+DTYPES |= {BF16_TRUE: torch.bfloat16}
 AUTOCAST = ("bf16", "fp16")
 
 

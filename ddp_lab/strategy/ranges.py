@@ -7,7 +7,6 @@ elements. So a checkpoint stores ranges, and any choice with any number of ranks
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -68,20 +67,3 @@ def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[Part]
     if position < end:
         raise ValueError(f"element {position} of {end} is in no range")
     return parts
-
-
-def references(tensor: Tensor) -> int:
-    """How many tensors share its storage, those that autograd has saved among them."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def is_own(gradient: Tensor | None) -> bool:
-    """Whether a gradient fills its memory, one element behind the other, and nothing else is there. Otherwise it must
-    not be changed in place: where an operator hands on what it was given, gradients are views of one tensor."""
-    if gradient is None or gradient.requires_grad or not gradient.is_contiguous():
-        return False
-    return gradient.untyped_storage().nbytes() == gradient.nbytes and references(gradient) <= ITSELF
-
-
-ITSELF = 2
-"""References to the memory of a tensor that shares it with no other: its own, and the one by which they are counted."""

@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.ranges import is_own, share
+from ddp_lab.strategy.ranges import share
 from ddp_lab.strategy.state import require_matching_state, shapes_of
 
 if TYPE_CHECKING:
     from ddp_lab.strategy.communication.compression import Compression
+
+
+ITSELF = 2
+"""References to the memory of a tensor that shares it with no other: its own, and the one by which they are counted."""
 
 
 class ReplicatedStrategy(Strategy):
@@ -111,6 +115,19 @@ class ReplicatedStrategy(Strategy):
             return [*self.compression.traffic(calls, gradients), *self.buffer_traffic()]
         whole = Collective("all_reduce", calls, bytes_of(gradients), self.group_size, "gradients")
         return [whole, *self.buffer_traffic()]
+
+
+def references(tensor: Tensor) -> int:
+    """How many tensors share its storage, those that autograd has saved among them."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def is_own(gradient: Tensor | None) -> bool:
+    """Whether a gradient fills its memory, one element behind the other, and nothing else is there. Otherwise it must
+    not be changed in place: where an operator hands on what it was given, gradients are views of one tensor."""
+    if gradient is None or gradient.requires_grad or not gradient.is_contiguous():
+        return False
+    return gradient.untyped_storage().nbytes() == gradient.nbytes and references(gradient) <= ITSELF
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

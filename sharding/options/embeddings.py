@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.strategy.blocks import uses_of_parameters
-from ddp_lab.strategy.ranges import references
+from ddp_lab.strategy.replicated import references
 from sharding.options.placement import Placement
 from sharding.options.replicas import ShardRanks
 from sharding.parts.plan import UnitPlan

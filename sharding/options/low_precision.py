@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.strategy.communication.collectives import free
-from ddp_lab.strategy.ranges import references
+from ddp_lab.strategy.replicated import references
 
 
 class LowPrecisionWeights:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp.buckets import MOST_WAITING
 from ddp_lab.strategy.communication.collectives import Pending, free, reduce_scatter
-from ddp_lab.strategy.ranges import is_own
+from ddp_lab.strategy.replicated import is_own
 from sharding.options.replicas import SumOverReplicas
 from sharding.parts.flat import FlatParameters
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from ddp_lab.runtime.mesh import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
+from ddp_lab.runtime.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from ddp_lab.runtime.settings.field import flag
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1 = PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
@@ -71,22 +71,18 @@ class MeshSettings:
     @property
     def cuts_layers(self) -> bool:
         """Whether ranks hold parts of the same layers."""
-        return self._degree(TENSOR) > 1
+        return self.degree(TENSOR) > 1
 
     @property
     def has_stages(self) -> bool:
         """Whether ranks hold different layers."""
-        return self._degree(PIPELINE) > 1
+        return self.degree(PIPELINE) > 1
 
     @property
     def cuts_tokens(self) -> bool:
         """Whether ranks see parts of the same samples."""
-        return self._degree(CONTEXT) > 1
+        return self.degree(CONTEXT) > 1
 
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether model states are sharded over a part of the ranks that see different samples."""
-        return self._degree(REPLICATE) > 1 or self._degree(SHARD) > 1
-
-    def _degree(self, dimension: str) -> int:
+    def degree(self, dimension: str) -> int:
+        """Of the mesh along a dimension; 1 without it."""
         return Mesh.parse(self.mesh).degree(dimension) if self.mesh else 1
