@@ -1,5 +1,6 @@
 """Rules applied to facts: what was found, the verdict first."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,8 +50,35 @@ def _search(facts: Facts, patterns: Sequence[str]) -> list[Line]:
     return [line for pattern in compiled(tuple(patterns)) for line in facts.search(pattern)]
 
 
+_FOR_HIP = {
+    r"nvidia-smi --query-compute-apps=pid --format=csv,noheader": "rocm-smi --showpids | grep -oE '^[0-9]+'",
+    r"nvidia-smi --query-compute-apps\S* \S+": "rocm-smi --showpids",
+    r"nvidia-smi topo -\w+(?: \w\b)?": "rocm-smi --showtopo",
+    r"nvidia-smi -L(?: \| wc -l)?": "rocm-smi -i",
+    r"nvidia-smi(?: \| head -\d)?(?=  #|;)": "rocm-smi",
+    r"whl/cu\d+": "whl/rocm6.4",
+    "CUDA_LAUNCH_BLOCKING=1": "AMD_SERIALIZE_KERNEL=3",
+    "CUDA_VISIBLE_DEVICES": "HIP_VISIBLE_DEVICES",
+    r"torch\.version\.cuda": "torch.version.hip",
+}
+"""AMD's for NVIDIA's, the first that fits. A command with another of NVIDIA's tools is left out."""
+_NVIDIA = re.compile(r"nvidia|dcgmi|compute-sanitizer|TORCH_CUDA_ARCH|GPU-UUID")
+
+
 def advice(rule: Rule, facts: Facts) -> list[tuple[str, list[str]]]:
-    """Commands with a heading, for this machine and this program; both kinds if it is unknown whether it is virtual."""
+    """Commands with a heading, for this machine, its GPUs and this program; both kinds if it is unknown whether it is
+    virtual."""
+    found = _advice(rule, facts)
+    return [(heading, list(filter(None, map(_for_hip, of)))) for heading, of in found] if facts.is_hip else found
+
+
+def _for_hip(command: str) -> str | None:
+    for pattern, with_hip in _FOR_HIP.items():
+        command = re.sub(pattern, with_hip, command)
+    return None if _NVIDIA.search(command) else command
+
+
+def _advice(rule: Rule, facts: Facts) -> list[tuple[str, list[str]]]:
     own = [("In this project", rule.own)] if rule.own and facts.is_own_run else []
     if not rule.in_vm:
         return [("Try", rule.to_try), *own]

@@ -28,6 +28,7 @@ _OF_ITSELF = re.compile(
     r"\bWARN |NCCL INFO|\[rank\d{1,6}\]: |NVRM|\bkernel\b|^\[ {0,8}\d{1,9}\.\d{1,6}\]"
     r"|^(?:\[[^\]\n]{1,40}\] )?Out of memory: |oom-kill|slurmstepd|srun: |systemd"
 )
+_HIP = re.compile(r"\bHIP (?:error|failure|out of memory)|\bRCCL\b|librccl|/hipify/|/opt/rocm|\+rocm\d")
 LAST_LINES = 30
 """What is said in the last lines of a text may be why it ends."""
 EARLY = 3
@@ -115,6 +116,11 @@ class Facts:
     def is_own_run(self) -> bool:
         """Whether what was read is of a run of this project."""
         return bool(self.runs) or any(dump.is_own for dump in self.dumps)
+
+    @cached_property
+    def is_hip(self) -> bool:
+        """Whether the GPUs are AMD's."""
+        return bool(self.search(_HIP))
 
     @cached_property
     def is_virtual(self) -> bool | None:

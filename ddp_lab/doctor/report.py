@@ -114,7 +114,10 @@ class Report:
         for line in lines:
             match = next((match for pattern in patterns if (match := pattern.search(line.text))), None)
             room = (self.console.width if self.console.is_terminal else WIDEST) - len(line.place) - len("  : ")
-            self._say(f"  {line.place}: {cut(line.text, max(40, room), match.start() if match else 0)}", "cyan")
+            self._say(
+                f"  {line.place}: {cut(line.whole, max(40, room), len(line.before) + match.start() if match else 0)}",
+                "cyan",
+            )
         if len(finding.lines) > len(lines):
             self._say(f"  and {count_of(len(finding.lines) - len(lines), 'more such line')}")
 
@@ -230,7 +233,7 @@ def _finding_as_json(finding: Finding, facts: Facts) -> dict[str, Any]:
         "kind": rule.kind,
         "confidence": rule.confidence,
         "details": finding.details,
-        "evidence": [{"file": line.path, "line": line.number, "text": line.text} for line in finding.lines],
+        "evidence": [{"file": line.path, "line": line.number, "text": line.whole} for line in finding.lines],
         "why": rule.why,
         "try": [{"when": heading, "commands": commands} for heading, commands in advice(rule, facts)],
         "more": rule.more,

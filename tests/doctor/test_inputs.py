@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_lab.doctor.diagnosis import diagnose
+from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading import content
 from ddp_lab.doctor.reading.inputs import Inputs, read_inputs, take
-from ddp_lab.doctor.reading.texts import LONGEST_LINE, OVERLAP, to_text
+from ddp_lab.doctor.reading.texts import ANSI, LONGEST_LINE, OVERLAP, to_text
 from ddp_lab.untrusted import LIMIT
 from tests.tables import each_row
 
@@ -50,6 +51,36 @@ def verdict(inputs: Inputs) -> tuple[str, int]:
 def test_packings_and_encodings(write: Callable[[str], bytes], tmp_path: Path) -> None:
     (tmp_path / "train.log").write_bytes(write(LOG))
     assert verdict(read_inputs([str(tmp_path / "train.log")])) == ("shm-full", 2)
+
+
+@each_row(
+    ("before", "kept"),
+    [
+        ("E0422 05:07:49.013000 204 torch/distributed/elastic/multiprocessing/api.py:732] ", ""),
+        ("[rank3]:E0422 05:07:49.013000 204 torch/_dynamo/utils.py:7] ", "[rank3]:"),
+        ("\x1b[36m(TrainWorker pid=4411, ip=10.0.0.7)\x1b[0m ", ""),
+        ("(raylet, ip=10.0.0.7) ", ""),
+        ("[rank: 3] ", ""),
+        ("[RANK 3] ", ""),
+        ("2024-03-02T08:11:05.123456789Z stderr F ", ""),
+        ("[pod/train-0/main] 2024-03-02T08:11:05+00:00 ", ""),
+        ("[1,3]<stderr>:", ""),
+        ("[prterun-n1-77@1,3]<stderr>: ", ""),
+        ("3: [rank3]: ", "[rank3]: "),
+        ("[default3]:[rank3]: ", "[rank3]: "),
+        ("worker-1: ", ""),
+        ("[ 1234.567890] ", "[ 1234.567890] "),
+        ("[Epoch 1] ", "[Epoch 1] "),
+        ("node1:11:12 [0] NCCL INFO ", "node1:11:12 [0] NCCL INFO "),
+    ],
+)
+def test_what_a_launcher_puts_before_a_line_is_no_part_of_it(before: str, kept: str) -> None:
+    """But it is quoted; and the rule that needs what the line says finds it."""
+    said = "RuntimeError: Cannot re-initialize CUDA in forked subprocess."
+    text = to_text("log", f"{before}{said}\n{before}\n{before}Traceback".encode())
+    assert text.lines[0].text == kept + said
+    assert len(text.lines[0].whole) == len(ANSI.sub("", before) + said)
+    assert diagnose(Facts([text]))[0].rule.name == "cuda-before-fork"
 
 
 @each_row("width", [60, 80, 105])

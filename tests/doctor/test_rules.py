@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 from ddp_lab.doctor import command as script
-from ddp_lab.doctor.diagnosis import Finding, diagnose
+from ddp_lab.doctor.diagnosis import Finding, advice, diagnose
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.live.machine import Machine
 from ddp_lab.doctor.predicates import PREDICATES, failures, local, network
 from ddp_lab.doctor.reading import complaints as reading_complaints
-from ddp_lab.doctor.reading import nccl_log, watchdog
+from ddp_lab.doctor.reading import nccl_log, texts, watchdog
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.doctor.reading.texts import LONGEST_LINE, to_text
 from ddp_lab.doctor.rulebook import all_rules, compiled, rules_as_markdown
@@ -81,6 +81,14 @@ def test_rules_are_complete() -> None:
         assert rule.to_try
 
 
+def test_logs_of_hip_get_tools_of_hip() -> None:
+    facts = Facts([to_text("log", b"[rank0]: RuntimeError: HIP error: invalid device ordinal")])
+    commands = [command for rule in all_rules() for _, of in advice(rule, facts) for command in of]
+    assert not [command for command in commands if re.search("nvidia-smi|CUDA_VISIBLE|compute-sanitizer", command)]
+    finding = diagnose(facts)[0]
+    assert finding.rule.name == "invalid-device" and "rocm-smi -i;" in dict(advice(finding.rule, facts))["Try"][0]
+
+
 def test_the_guide_lists_the_rules() -> None:
     page = (DOCS / "hangs.md").read_text()
     rows = re.findall(r"^\| `([^`]+)` \| (.*) \| (\w+) \| ([\w-]+) \|$", page, re.MULTILINE)
@@ -149,7 +157,7 @@ def test_rules_about_this_machine(changes: dict[str, object], expected: list[str
 
 OTHER_PATTERNS = [
     pattern
-    for module in (reading_complaints, watchdog, nccl_log, failures, local, network)
+    for module in (reading_complaints, texts, watchdog, nccl_log, failures, local, network)
     for value in vars(module).values()
     for pattern in (value.values() if isinstance(value, dict) else [value])
     if isinstance(pattern, re.Pattern)

@@ -73,6 +73,16 @@ def test_what_is_no_different_collective(one: tuple[str, int], other: tuple[str,
     assert [finding.rule.name for finding in diagnose(facts_of(*lines))] == ["watchdog-timeout"]
 
 
+def test_what_was_issued_as_one_is_named_by_its_elements() -> None:
+    gather = gave_up(0, 40, "COALESCED").replace("NumelOut=8", "NumelOut=32")
+    finding = verdict(gather, status(0, "0(default_pg)", 40, 40))
+    assert (
+        finding.details[0] == "rank 0 gave up; the first is COALESCED (all-gather), number 40 of group 0(default_pg)."
+    )
+    other = [gave_up(1, 40, "ALLREDUCE"), status(1, "0(default_pg)", 40, 40)]
+    assert verdict(gather, status(0, "0(default_pg)", 40, 40), *other).rule.name == "different-collectives"
+
+
 def test_a_rank_is_behind_what_ran_out_of_time() -> None:
     group = "0(default_pg)"
     lines = [

@@ -32,9 +32,12 @@ _COMMUNICATION = re.compile(
 """Exceptions that come from the communication or the device, or that say that something else ended."""
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _BARRIER = re.compile(
-    r"(Timed out|Waiting).{0,40} store based barrier.{0,40} rank:? ?(\d{1,6}), (?:for )?key: ?\S{1,80} "
+    r"(Timed out|Waiting).{0,40} store based barrier.{0,80}rank:? ?(\d{1,6}), (?:for )?key: ?\S{1,80} "
     r"\(world_size=(\d{1,6}), (?:worker_count|num_workers_joined)=(\d{1,6})"
 )
+
+
+_COMPLETED = re.compile("Completed store-based barrier")
 
 
 def program_exception(facts: Facts) -> Match | None:
@@ -106,7 +109,12 @@ def store_barrier_too_many(facts: Facts) -> Match | None:
 
 
 def store_barrier_too_few(facts: Facts) -> Match | None:
-    return _barrier(facts, lambda said, size, came: said == "Timed out" and came < size)
+    """Ranks gave up, or the log ends while they wait."""
+    if found := _barrier(facts, lambda said, size, came: said == "Timed out" and came < size):
+        return found
+    waits = _barrier(facts, lambda said, size, came: came < size)
+    is_over = facts.search(_COMPLETED) or store_barrier_too_many(facts)
+    return waits if waits and not is_over and facts.ended_with(waits.lines) else None
 
 
 def _barrier(facts: Facts, is_wrong: Callable[[str, int, int], bool]) -> Match | None:
@@ -117,5 +125,5 @@ def _barrier(facts: Facts, is_wrong: Callable[[str, int, int], bool]) -> Match |
             found[line] = match
     if not found:
         return None
-    match = next(iter(found.values()))
+    match = max(found.values(), key=lambda each: int(each[4]))
     return Match(list(found), [f"{match[4]} processes came to the barrier of {match[3]} ranks."])

@@ -12,13 +12,8 @@ TORCH, LAUNCHER, END = "error in torch's log", "error of the launcher", "end of 
 KINDS = (WARNING, LAST_ERROR, EXCEPTION, TORCH, LAUNCHER, END)
 """In the order in which they are quoted: what is nearest to the reason comes first."""
 
-_PREFIX = (
-    r"^(?>\[?\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}+Z?\]? ?"
-    r"|\[\w{1,20}\]:? {0,4}|\[\d{1,4},\d{1,6}\]<\w{3,6}>: ?|\d{1,6}: {1,4}"
-    r"|(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]{1,60}:\d{1,6}\] |[\w-]{1,40}-\d{1,6}: "
-    r"|\(\w[^()\n]{0,120}pid=\d{1,10}[^()\n]{0,120}\) ?)*+"
-)
-"""Of a line: time, rank, launcher."""
+_PREFIX = r"^(?>\[\w{1,20}\]:? {0,4})*+"
+"""Of a line: its rank, or how grave it is."""
 _START = re.compile(_PREFIX)
 _WORDINGS = {
     WARNING: r"(?::\d{1,10}:\d{1,10} \[\d{1,3}\] .{0,120}?(?:NCCL )?|NCCL |\w\.(?:cc|cu|h):\d{1,5} )WARN (\S.*)",

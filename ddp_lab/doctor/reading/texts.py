@@ -22,6 +22,17 @@ MOST_WRAPPED = 8
 JOB_RANK = re.compile(r"\[rank(\d{1,6})\]")
 """Torch's prefix of a line: the rank in the job."""
 ANSI = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
+LAUNCHERS = (
+    r"\[?\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}+(?:Z|[+-]\d\d:?\d\d)?\]? ?(?:std(?:out|err) [FP] )?",  # Kubernetes, CRI
+    r"\[(?!rank)[a-z]\w{0,18}\d\]: ?|\[pod/[\w./-]{1,200}\] |[\w-]{1,40}-\d{1,6}: ",  # torchrun, kubectl, DeepSpeed
+    r"[EWIFC]\d{4} \d\d:\d\d:[\d.]{2,12} \d{1,16} [\w./<>-]{1,200}:\d{1,6}\] ",  # torch's loggers, as elastic's
+    r"\[(?:rank: |RANK )\d{1,6}\] ?",  # Lightning, accelerate
+    r"(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]{1,60}:\d{1,6}\] ",  # vLLM
+    r"\((?:\w[^()\n]{0,120})?\b(?:pid|ip)=[\w.:]{1,60}[^()\n]{0,120}\) ?",  # Ray
+    r"\[(?:[\w.-]{1,100}@)?\d{1,6},\d{1,6}\](?:\[[\w.-]{1,100}\])?<\w{3,6}>: ?|\d{1,6}: {1,4}",  # mpirun, srun
+)
+"""What launchers write before a line."""
+_LAUNCHED = re.compile("(?>{0})*+({1}:? ?)?(?>{0})*+".format("|".join(LAUNCHERS), JOB_RANK.pattern))
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]+")
 
 
@@ -30,11 +41,16 @@ class InputError(Exception):
 
 
 class Line(NamedTuple):
-    """One line of a file. Numbers begin at 1, as in editors; 0 is the whole file."""
+    """One line of a file. Numbers begin at 1, as in editors; 0 is the whole file. `before`: what a launcher wrote."""
 
     path: str
     number: int
     text: str
+    before: str = ""
+
+    @property
+    def whole(self) -> str:
+        return self.before + self.text
 
     @property
     def place(self) -> str:
@@ -82,6 +98,7 @@ class Text:
         found: dict[tuple[int, str], tuple[int, Line]] = {}
         for place, match, start in self._matches(pattern):
             index, line = self._searched[place]
+            start += len(line.before)
             if place < len(self.lines) or start // self.width != (start + len(match[0]) - 1) // self.width:
                 found.setdefault((line.number, match[0]), (index, line))
         return sorted(dict(reversed(found.values())).items())
@@ -106,7 +123,7 @@ class Text:
 
 
 def to_text(path: str, head: bytes, tail: bytes = b"", left_out: tuple[int, int] = (0, 0)) -> Text:
-    """Lines without terminal codes, each at most `LONGEST_LINE` characters.
+    """Lines without terminal codes and without what launchers put before them, each at most `LONGEST_LINE` characters.
 
     A carriage return begins a new line too, since progress bars end no line otherwise. That line has the same number.
 
@@ -146,13 +163,24 @@ def _split(path: str, decoded: str, first: int) -> Iterator[Line]:
     for number, whole in enumerate(decoded.split("\n"), first):
         for part in whole.rstrip("\r").split("\r") if whole else ():
             for start in range(0, max(1, len(part) - OVERLAP), LONGEST_LINE - OVERLAP):
-                yield Line(path, number, part[start : start + LONGEST_LINE])
+                line = bare(Line(path, number, part[start : start + LONGEST_LINE]))
+                if line.text or not line.before:
+                    yield line
+
+
+def bare(line: Line) -> Line:
+    """`line` with its launcher's part in `before`. Torch's own `[rank3]: ` stays."""
+    match = _LAUNCHED.match(line.text)
+    if not match or not match[0] or match[0] == match[1]:
+        return line
+    rank = match[1] or ""
+    return line._replace(text=rank + line.text[match.end() :], before=match[0].replace(rank, "", 1))
 
 
 def _terminal_width(lines: Sequence[Line]) -> int:
     """Of the terminal that has wrapped these lines: that of the longest, if another fills it too; 0 if none has."""
-    width = max((len(line.text) for line in lines), default=0)
-    full = sum(len(line.text) >= width - 1 for line in lines)
+    width = max((len(line.whole) for line in lines), default=0)
+    full = sum(len(line.whole) >= width - 1 for line in lines)
     return width if NARROWEST_TERMINAL <= width <= WIDEST_TERMINAL and full > 1 else 0
 
 
@@ -161,11 +189,11 @@ def _joined(lines: Sequence[Line], width: int) -> Iterator[tuple[int, Line]]:
     index = 0
     while index < len(lines):
         end = index
-        while end - index < MOST_WRAPPED and end + 1 < len(lines) and len(lines[end].text.rstrip()) >= width - 1:
+        while end - index < MOST_WRAPPED and end + 1 < len(lines) and len(lines[end].whole.rstrip()) >= width - 1:
             end += 1
         if end > index:
-            parts = [line.text.rstrip().ljust(width) for line in lines[index:end]]
-            yield index, lines[index]._replace(text="".join(parts) + lines[end].text)
+            parts = [line.whole.rstrip().ljust(width) for line in lines[index:end]]
+            yield index, bare(Line(lines[index].path, lines[index].number, "".join(parts) + lines[end].whole))
         index = end + 1
 
 

@@ -102,7 +102,8 @@ def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
             rank = local if job is None else job
             seq = int(match[2]) if match[2] else None
             attempt, elements = bisect(restarts, index), (match[4], match[5])
-            one = Timeout(rank, job is not None, local, attempt, None, seq, match[3], elements, line)
+            kind = _kind(match[3], *(int(each or 0) for each in elements))
+            one = Timeout(rank, job is not None, local, attempt, None, seq, kind, elements, line)
             near = min(
                 (each for each in statuses if each[1].rank == rank and each[1].timed_out == seq is not None),
                 key=lambda each: abs(each[0] - index),
@@ -111,6 +112,13 @@ def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
             one = replace(one, group=near[1].group) if near else one
             found.setdefault((one.rank, one.attempt, one.group, one.seq, one.kind), one)
     return list(found.values())
+
+
+def _kind(name: str, given: int, got: int) -> str:
+    """Of collectives that were issued as one, which they are, if their elements show it."""
+    if name == "COALESCED" and min(given, got) and given != got and max(given, got) % min(given, got) == 0:
+        return f"COALESCED ({'all-gather' if got > given else 'reduce-scatter'})"
+    return name
 
 
 def read_statuses(texts: Iterable[Text]) -> list[Status]:
