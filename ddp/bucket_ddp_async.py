@@ -43,8 +43,8 @@ class BucketDDP(ReplicatedStrategy):
         self.buckets = [] if is_one else [Bucket(each) for each in fill_buckets(self.trainable.values(), cap_bytes)]
         self._order = FixedOrder(self.buckets)
         for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                self.watch.then(parameter, partial(self._on_gradient, bucket))
+            for slot, parameter in enumerate(bucket.parameters):
+                self.watch.then(parameter, partial(self._on_gradient, bucket, slot in bucket.moves_at))
 
     def before_step(self) -> None:
         super().before_step()
@@ -58,8 +58,9 @@ class BucketDDP(ReplicatedStrategy):
         for bucket in self.buckets if not self.is_in_pipeline else ():
             bucket.missing = len(bucket.parameters)
 
-    def _on_gradient(self, bucket: Bucket, parameter: Tensor) -> None:
-        bucket.receive(parameter)
+    def _on_gradient(self, bucket: Bucket, moves: bool, _: Tensor) -> None:
+        if moves:
+            bucket.collect()
         bucket.missing -= self.steps.counts_gradients
         if self.steps.reduces_now and not bucket.missing:
             for next_bucket in self._order.ready(bucket):

@@ -1,10 +1,11 @@
 """Buckets of gradients: flat buffers into which `parameter.grad` is a view, and how parameters are put into them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors as unflatten
 
 from ddp_lab.strategy.replicated import bytes_of, is_own
 
@@ -24,13 +25,15 @@ class Bucket:
 
     Attributes:
         flat: The buffer, (elements,). It has no elements while no parameter has a gradient.
+        moves_at: Parameters, by their numbers, at whose gradients `collect` is due before the bucket is complete.
         views: For each parameter its place in the buffer, in its shape. None while there is no buffer.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters, self._nothing = parameters, parameters[0].detach().new_empty(0)
         self.flat = self._nothing
-        self.views: list[Tensor] = []
+        self.views: Sequence[Tensor] = ()
+        self.moves_at = moves_at(parameters, MOST_WAITING)
         self.work: Any = None
         self._abandoned: list[Any] = []
         self.reset()
@@ -40,8 +43,8 @@ class Bucket:
         if self.work is not None:  # of a step that was abandoned: the all-reduce may go on in the old buffer
             self._abandoned.append((self.work, self.flat))
         if all(parameter.grad is None for parameter in self.parameters):
-            self.flat, self.views = self._nothing, []
-        self.missing, self.work, self._waiting = len(self.parameters), None, 0
+            self.flat, self.views = self._nothing, ()
+        self.missing, self.work = len(self.parameters), None
 
     def wait(self) -> None:
         """Wait for the all-reduce of the bucket, and so for those that came before it."""
@@ -49,27 +52,20 @@ class Bucket:
         self.work = None
         self._abandoned.clear()
 
-    def receive(self, parameter: Tensor) -> None:
-        """Backward has made or added up the gradient of `parameter`. Small ones wait, to be moved here together."""
-        self._waiting += parameter.nbytes
-        if not self.views and len(self.parameters) == 1 and is_own(parameter.grad):
-            assert parameter.grad is not None
-            self.flat, self.views = parameter.grad.view(-1), [parameter.grad]  # it is the bucket: nothing is copied
-        elif self._waiting >= MOST_WAITING:
-            self.collect()
-
     @torch.no_grad()
     def collect(self) -> None:
         """Make `.grad` of each parameter that has one the view into this bucket, with the same values: by one copy for
-        all that are not there yet."""
-        self._waiting = 0
-        found = ((slot, parameter.grad) for slot, parameter in enumerate(self.parameters))
-        new = {slot: g for slot, g in found if g is not None and not (self.views and g is self.views[slot])}
-        if new:
+        all that are not there yet. One that fills the bucket becomes it, and nothing is copied."""
+        views: Sequence[Tensor | None] = self.views or [None] * len(self.parameters)
+        new = [slot for slot, p in enumerate(self.parameters) if p.grad is not None and p.grad is not views[slot]]
+        gradients = [gradient for slot in new if (gradient := self.parameters[slot].grad) is not None]
+        if gradients and not self.views and len(self.parameters) == 1 and is_own(gradients[0]):
+            self.flat, self.views = gradients[0].view(-1), gradients
+        elif gradients:
             self.made()
-            torch._foreach_copy_([self.views[slot] for slot in new], list(new.values()))
-        for slot in new:
-            self.parameters[slot].grad = self.views[slot]
+            torch._foreach_copy_([self.views[slot] for slot in new], gradients)
+            for slot in new:
+                self.parameters[slot].grad = self.views[slot]
 
     def complete(self) -> None:
         """Collect what is there, and put zeros where this rank made no gradient in this step."""
@@ -78,13 +74,23 @@ class Bucket:
             if parameter.grad is None:
                 parameter.grad = view.zero_()
 
-    def made(self) -> list[Tensor]:
+    def made(self) -> Sequence[Tensor]:
         """The views, of a new buffer if there is none."""
         if not self.views:
             self.flat = self._nothing.new_empty(sum(parameter.numel() for parameter in self.parameters))
-            pieces = self.flat.split([parameter.numel() for parameter in self.parameters])
-            self.views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
+            self.views = unflatten(self.flat, self.parameters)
         return self.views
+
+
+def moves_at(parameters: Sequence[Tensor], most: int) -> frozenset[int]:
+    """At which of the gradients, if they come in this order, those that wait have reached `most` bytes."""
+    places, waiting = [], 0
+    for place, parameter in enumerate(parameters):
+        waiting += parameter.nbytes
+        if waiting >= most:
+            places.append(place)
+            waiting = 0
+    return frozenset(places)
 
 
 def usual_cap_bytes(parameters: Iterable[nn.Parameter]) -> float:

@@ -61,7 +61,7 @@ class Zero1(ShardedStrategy):
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.flat.parameters):
-                self.watch.then(parameter, partial(self._on_gradient, bucket, slot))
+                self.watch.then(parameter, partial(self._on_gradient, bucket, slot in bucket.moves_at))
 
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 
@@ -72,10 +72,10 @@ class Zero1(ShardedStrategy):
         for flat in self.flats:
             flat.require_in_place()
 
-    def _on_gradient(self, bucket: GradientBucket, slot: int, _: Tensor) -> None:
+    def _on_gradient(self, bucket: GradientBucket, moves: bool, _: Tensor) -> None:
         if not self.steps.in_micro_batch:
             return
-        bucket.receive(slot, self.steps.counts_gradients)
+        bucket.receive(moves, self.steps.counts_gradients)
         if self.steps.reduces_now and not bucket.missing:
             for next_bucket in self.order.ready(bucket):
                 self.start_reduction(next_bucket)

@@ -112,7 +112,7 @@ class Zero3(ShardedStrategy):
         for unit in self.all_units:
             for bucket in unit.buckets:
                 for slot, parameter in enumerate(bucket.flat.parameters):
-                    self.watch.then(parameter, partial(self._on_gradient, unit, bucket, slot))
+                    self.watch.then(parameter, partial(self._on_gradient, unit, bucket, slot in bucket.moves_at))
 
     def _unshard_now(self, unit: Unit) -> None:
         self.schedule.unshard(unit)
@@ -205,14 +205,14 @@ class Zero3(ShardedStrategy):
         if unit is not self.schedule.last_unit:
             self.schedule.prefetch()
 
-    def _on_gradient(self, unit: Unit, bucket: ShardedGradientBucket, slot: int, parameter: Tensor) -> None:
+    def _on_gradient(self, unit: Unit, bucket: ShardedGradientBucket, moves: bool, parameter: Tensor) -> None:
         reduction = self.schedule.reduction_of(bucket)
         if self.schedule.drops_gradients:
             parameter.grad = None
             bucket.missing -= 1
         else:
             self.schedule.make_room()
-            bucket.receive(slot)
+            bucket.receive(moves)
         if bucket.missing:
             return
         if unit is self.schedule.last_unit and not any(other.missing for other in reduction.buckets):

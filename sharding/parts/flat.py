@@ -80,11 +80,6 @@ class Layout:
         place = self.slots[slot]
         return flat[place.start : place.end].view(place.shape)
 
-    def cut(self, flat: Tensor) -> Sequence[Tensor]:
-        """The views of a flat tensor that are its parameters, each flat, and last the padding."""
-        lengths = [place.end - place.start for place in self.slots]
-        return flat.split([*lengths, self.padded_numel - self.numel])
-
     def pieces(self, rank: int) -> list[Piece]:
         """What of each parameter lies in `rank`'s shard; nothing for those that have no element there."""
         begin = rank * self.shard_numel

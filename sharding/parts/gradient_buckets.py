@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors as unflatten
 
-from ddp.buckets import MOST_WAITING
+from ddp.buckets import MOST_WAITING, moves_at
 from ddp_lab.strategy.communication.collectives import Pending, free, reduce_scatter
 from ddp_lab.strategy.replicated import is_own
 from sharding.options.replicas import SumOverReplicas
@@ -32,6 +33,7 @@ class GradientBucket:
         in_flight: The reduce-scatter, from its start until it is waited for.
         averages: Whether reductions give the average over ranks instead of the sum.
         most_waiting: Bytes of gradients that wait to be copied together.
+        moves_at: The parameters, by their slots, with whose gradients that many bytes wait.
     """
 
     averages = False
@@ -41,6 +43,7 @@ class GradientBucket:
         self.flat, self.dtype = flat, dtype or flat.full.dtype
         self.replicas = SumOverReplicas(flat.ranks, self.dtype) if flat.ranks.replicate else None
         self.casts = self.dtype != flat.full.dtype
+        self.moves_at = moves_at(flat.parameters, self.most_waiting)
         self._placed: set[int] = set()
         self.full: Tensor | None = None
         self.views: Sequence[Tensor] = ()
@@ -59,22 +62,23 @@ class GradientBucket:
 
     def drop(self) -> None:
         """Free the full gradients."""
-        self.full, self.views, self.in_flight, self._waiting = None, (), None, 0
+        self.full, self.views, self.in_flight = None, (), None
         self._placed.clear()
 
-    def receive(self, slot: int, counts: bool = True) -> None:
-        """Autograd has made a gradient of the parameter in `slot`; the last one before the reduction if it `counts`."""
-        place = self.flat.layout.slots[slot]
+    def receive(self, moves: bool, counts: bool = True) -> None:
+        """Autograd has made a gradient; the last one of its parameter before the reduction if it `counts`.
+
+        Args:
+            moves: Whether its slot is in `moves_at`.
+        """
         self.missing -= counts
-        self._waiting += (place.end - place.start) * self.dtype.itemsize
-        if counts and (self._waiting >= self.most_waiting or len(self.flat.parameters) == 1):
+        if moves and counts:
             self.collect()
 
     @torch.no_grad()
     def collect(self) -> None:
         """Move the gradients here that autograd has made since, by one copy. It adds those of later micro-batches in
         place, if they have the bucket's dtype."""
-        self._waiting = 0
         found = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
         new = {slot: g for slot, g in found if g is not None and not (self.views and g is self.views[slot])}
         if self._is_whole(new) and is_own(new[0]):
@@ -96,11 +100,13 @@ class GradientBucket:
         """The full tensor, made if it is not there."""
         if self.full is None:
             self.full = torch.empty_like(self.flat.full, dtype=self.dtype)
-            *pieces, padding = self.flat.layout.cut(self.full)
-            if padding.numel():
-                padding.zero_()
-            self.views = [piece.view_as(p) for piece, p in zip(pieces, self.flat.parameters, strict=True)]
+            self._clear_padding(self.full)
+            self.views = unflatten(self.full, self.flat.parameters)
         return self.full
+
+    def _clear_padding(self, full: Tensor) -> None:
+        if self.flat.layout.padded_numel > self.flat.layout.numel:
+            full[self.flat.layout.numel :] = 0
 
     def _place(self, new: Mapping[int, Tensor]) -> None:
         """Copy gradients here, or add them to those of earlier micro-batches."""
@@ -197,7 +203,6 @@ class ShardedGradientBucket(GradientBucket):
         free(self._buffer)
         self.in_flight = self.full = self._sum = None
         self._placed.clear()
-        self._waiting = 0
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -211,16 +216,14 @@ class ShardedGradientBucket(GradientBucket):
         for slot in new:
             self.flat.parameters[slot].grad = None
         self._placed |= new.keys()
-        self._waiting = 0
 
     def make_full(self) -> Tensor:
         if self._buffer is None:
             self._buffer = super().make_full()
         elif self.full is None:
-            layout, self.full = self.flat.layout, self._buffer
-            self.full.untyped_storage().resize_(layout.padded_numel * self.dtype.itemsize)
-            if layout.padded_numel > layout.numel:
-                self.full[layout.numel :] = 0
+            self.full = self._buffer
+            self.full.untyped_storage().resize_(self.full_bytes)
+            self._clear_padding(self.full)
         assert self.full is not None
         return self.full
 
