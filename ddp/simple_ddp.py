@@ -6,6 +6,8 @@ micro-batches a step, every rank puts K all-reduces of each gradient on the wire
 nothing computes meanwhile: communication is fully exposed. This is the yardstick that all the others improve on.
 """
 
+from dataclasses import replace
+
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.replicated import ReplicatedStrategy, gradient_of
 
@@ -16,11 +18,12 @@ class SimpleDDP(ReplicatedStrategy):
     # A gradient that earlier micro-batches have been reduced into is the same on every rank, so the average leaves it
     # as it is and averages only what this micro-batch has added. A sum would count it once for each rank.
     always_averages = True
+    supports = replace(ReplicatedStrategy.supports, experts=True)
     reduces_every_micro_batch = True  # `simple_ddp_ga` is the one that waits for the last
 
     def after_backward(self) -> None:
         for parameter in self.trainable.values():
-            self.all_reduce(gradient_of(parameter))
+            self.all_reduce(gradient_of(parameter), group=self.group_of(parameter))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         parameters = list(self.trainable.values()) * micro_batches

@@ -25,7 +25,6 @@ from ddp.fixed_order import FixedOrder
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.communication.collectives import all_gather, is_gloo, side_group
-from ddp_lab.strategy.replicated import broadcast_from_rank0
 from sharding.options.arrivals import Arrivals
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
@@ -49,11 +48,12 @@ class Zero1(ShardedStrategy):
         super().prepare()
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
         self.flats = [
-            self.make_flat(parameters, self.ranks, self.placement)
+            self.make_flat(parameters, self.ranks_of(parameters[0]), self.placement)
             for segment in segments(self.module, with_frozen="parameters" in self.saves_shards_of)
-            for parameters in fill_buckets(segment, cap_bytes)
+            for _, held in self.by_group(segment)
+            for parameters in fill_buckets(held, cap_bytes)
         ]
-        broadcast_from_rank0(self.plain_tensors(), self.process_group)
+        self.broadcast_plain_tensors()
         if self.buffers() and self.shard_group is self.process_group:  # or forward would wait for all parameters
             self.group_of_buffers = side_group(self.process_group, self.device)
         self.buckets = [self.make_bucket(flat, self.placement.reduce_dtype) for flat in self.flats if flat.trainable]
@@ -115,5 +115,4 @@ class Zero1(ShardedStrategy):
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         times = micro_batches if self.reduces_every_micro_batch else 1
-        reduced = [bucket.full_bytes for bucket in self.buckets] * times
-        return self.traffic_of([bucket.flat.full_bytes for bucket in self.buckets], reduced)
+        return self.traffic_of([bucket.flat for bucket in self.buckets], [*self.buckets] * times)

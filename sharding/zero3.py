@@ -43,7 +43,6 @@ from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.replicated import broadcast_from_rank0
 from sharding.options.embeddings import Embeddings, find_embeddings
 from sharding.parts.calls import refuse_module_by_itself, require_latest, require_plain_call
 from sharding.parts.gradient_buckets import ShardedGradientBucket
@@ -83,15 +82,15 @@ class Zero3(ShardedStrategy):
         embeddings = find_embeddings(self.module, plans)
         before, after = around_units(self.module, plans, embeddings.parameters)
         casts = self.options.precision != "fp32" and not self.compiled
-        ranks, placement = self.ranks, self.placement
-        units = [Unit(plan.modules, [plan.parameters], ranks, placement, casts) for plan in plans]
-        self.root = Unit([self.module], [before, after], ranks, placement)
-        self.embeddings = Embeddings(embeddings, ranks, placement)
+        ranks_of, placement = self.ranks_of, self.placement
+        units = [Unit(plan.modules, [plan.parameters], ranks_of, placement, casts) for plan in plans]
+        self.root = Unit([self.module], [before, after], ranks_of, placement)
+        self.embeddings = Embeddings(embeddings, ranks_of, placement)
         self.all_units: list[Unit] = [self.root, self.embeddings, *units]
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
         self.buckets = [bucket for unit in self.all_units for bucket in unit.buckets]
         self._storages = {storage for flat in self.flats for storage in flat.storages()}
-        broadcast_from_rank0(self.plain_tensors(), self.process_group)
+        self.broadcast_plain_tensors()
         self.order = ExecutionOrder(self.module, self.root, units)
         self.schedule = Schedule(self.root, self.embeddings, units)
         self.out_of_turn = OutOfTurn(self.order, self.schedule, self.process_group)
@@ -133,7 +132,8 @@ class Zero3(ShardedStrategy):
         self._is_awaited = self._in_backward and not self.schedule.finish_backward()
         self._in_backward = False
         self.order.begin_forward()
-        is_usual = torch.is_grad_enabled() and self.steps.in_micro_batch and not self._forwards
+        is_first = torch.is_grad_enabled() and self.steps.in_micro_batch and not self._forwards
+        is_usual = is_first or self.steps.is_ahead
         self.out_of_turn.begin_forward(meets=not (is_usual and self.order.is_agreed))
         for bucket in self.buckets:
             bucket.missing = len(bucket.flat.parameters)
@@ -243,9 +243,9 @@ class Zero3(ShardedStrategy):
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         last = self.schedule.last_unit
-        gathers = [flat.full_bytes for flat in self.root.flats]  # once a step
+        gathers = list(self.root.flats)  # once a step
         for unit in self.all_units[1:]:
             times = 1 if unit in (self.embeddings, last) else 2  # forward, and backward if it was resharded
-            gathers += micro_batches * times * [flat.full_bytes for flat in unit.flats]
-        reductions = micro_batches * [bucket.full_bytes for bucket in self.buckets]
-        return self.traffic_of(gathers, reductions)
+            gathers += micro_batches * times * unit.flats
+        gathers += self.passes_ahead(micro_batches) * self.flats
+        return self.traffic_of(gathers, micro_batches * self.buckets)

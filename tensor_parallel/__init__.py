@@ -17,7 +17,7 @@ REGISTRY = Registry(
         "pytorch_pp": ("reference.pytorch_pp:PyTorchPP", "torch.distributed.pipelining, without dp and tp"),
     },
     parallelize={
-        "": "context_parallel.parallelize:parallelize_for",
+        "": "expert_parallel.parallelize:parallelize_for",
         "pytorch_tp": "reference.pytorch_tp:parallelize_by_torch",
         "pytorch_fsdp_tp": "reference.pytorch_tp:parallelize_by_torch",
         "pytorch_pp": "reference.pytorch_pp:cut_by_torch",

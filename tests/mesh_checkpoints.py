@@ -47,6 +47,8 @@ PLACES = {
     "another split": Place(2, "pp=2", "simple_ddp", ("zb-h1", 1, [5, 3])),
     "zero2 on dp=2,pp=2": Place(4, "dp=2,pp=2", "zero2", ("gpipe", 1, None)),
     "zero3 on dp=2,pp=2": Place(4, "dp=2,pp=2", "zero3"),
+    "zero1 on ep=4": Place(4, "ep=4", "zero1"),
+    "zero3 on dp=2,ep=2": Place(4, "dp=2,ep=2", "zero3"),
     "zero1 on pp=2,tp=2": Place(4, "pp=2,tp=2", "zero1", ("interleaved", 2, None)),
 }
 

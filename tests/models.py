@@ -322,6 +322,36 @@ def gpt2_lm(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     )
 
 
+MIXTURE = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 41,
+    "initializer_range": 0.1,
+    "use_cache": False,
+    "router_aux_loss_coef": 0.5,
+}
+
+
+def mixtral_lm(term: bool = True) -> nn.Module:
+    """Eight experts a layer, of which each token gets two."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(**MIXTURE, intermediate_size=20, num_local_experts=8, output_router_logits=term)
+    )
+
+
+def qwen_moe_lm() -> nn.Module:
+    """Four experts in the second layer, of which each token gets two, and one that all get."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = {"intermediate_size": 20, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**MIXTURE, **sizes, **experts, output_router_logits=True))
+
+
 def token_batch(samples: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -375,6 +405,8 @@ LANGUAGE = {
     "lm, gpt2": gpt2_lm,
 }
 """Language models; of grouped keys and values, ranks may have to share heads."""
+EXPERTS = {"lm, mixtral": mixtral_lm, "lm, mixtral, no term": partial(mixtral_lm, term=False), "lm, qwen": qwen_moe_lm}
+"""Mixtures of experts; "no term": nothing in the loss makes their load even."""
 LORA = "llama, lora"
 BRANCHES = {"branching": (), "branching, same": (1, 1), "branching, a-b": (1, -1), "branching, b-a": (-1, 1)}
 """The sign of the first feature of each rank's samples, which decides over the branch that it uses."""
@@ -386,6 +418,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
         **MODELS,
         **UNUSUAL,
         **LANGUAGE,
+        **EXPERTS,
         "lm, even": partial(llama_lm, 12, features=32),
         "lm, even, tied": partial(llama_lm, 2, True, 32),
         "lm, gpt2, dropout": partial(gpt2_lm, 0.3),

@@ -108,6 +108,7 @@ TRAFFIC = layout(
         Line: {"dimension": "", "made_of": ""},
         Count | None: or_none("rank"),
         Sent | None: or_none("wire_bytes"),
+        bool: {"varies": False},
     },
 )
 PHASE = layout("Phase", {str: "name", Milliseconds: "start_ms end_ms"}, {})

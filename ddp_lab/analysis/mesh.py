@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-DATA_DIMENSIONS = ("dp", "replicate", "shard")
+DATA_DIMENSIONS = ("dp", "replicate", "shard", "ep")
 """Along these, ranks see different samples."""
 EVERYONE = "mesh"
 
@@ -22,7 +22,9 @@ def mesh_of(record: dict[str, Any] | None) -> Mesh | None:
 def sharding_ranks(record: dict[str, Any]) -> int:
     """Over how many ranks a run's model states are sharded, if any are."""
     mesh = mesh_of(record)
-    return record["world_size"] if mesh is None else (mesh.get("shard") or mesh.get("dp", 1)) * mesh.get("cp", 1)
+    if mesh is None:
+        return record["world_size"]
+    return (mesh.get("shard") or mesh.get("dp", 1)) * mesh.get("ep", 1) * mesh.get("cp", 1)
 
 
 def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
@@ -36,9 +38,9 @@ def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
 def dimension_of(mesh: Mesh, ranks: Sequence[int]) -> str:
     """The dimension along which the ranks of a process group stand: the only one in which they differ.
 
-    It is `dp` too for ranks that differ in `replicate`, `shard` and `cp`, and `shard` for those of them that hold one
-    copy of the model; `EVERYONE` for all ranks that differ in more; empty for other groups. A group of one rank is that
-    of a dimension of one rank, of `dp` if all see the same samples.
+    It is `dp` too for ranks that differ in `replicate`, `shard`, `ep` and `cp`, and `shard` for those of them that hold
+    one copy of the model; `EVERYONE` for all ranks that differ in more; empty for other groups. A group of one rank is
+    that of a dimension of one rank, of `dp` if all see the same samples, or with `ep`, where it holds an expert alone.
     """
     if not ranks:
         return ""
@@ -46,7 +48,9 @@ def dimension_of(mesh: Mesh, ranks: Sequence[int]) -> str:
     differ = [name for name in mesh if len({place[name] for place in places}) > 1]
     if not differ:
         same_samples = all(mesh.get(name, 1) == 1 for name in DATA_DIMENSIONS)
-        return "dp" if same_samples else next((name for name, degree in mesh.items() if degree == 1), "")
+        return (
+            "dp" if same_samples or "ep" in mesh else next((name for name, degree in mesh.items() if degree == 1), "")
+        )
     if len(differ) == 1:
         return differ[0]
     if set(differ) <= {*DATA_DIMENSIONS, "cp"}:

@@ -10,7 +10,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.groups import on_every_rank
-from ddp_lab.runtime.mesh import MeshGroups
+from ddp_lab.runtime.mesh import EXPERT, MeshGroups
 from ddp_lab.strategy.compilation import require_compiler
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import ModelParallel
@@ -37,7 +37,7 @@ def cut_over_ranks(
     config: RunConfig, workload: Workload, ranks: Ranks, load_parallelize: Callable[[str], Parallelize]
 ) -> ModelParallel | None:
     """Cut the workload's model in place, if the mesh says so. Collective."""
-    if ranks.groups is None or ranks.groups.mesh.model_size == 1:
+    if ranks.groups is None or (ranks.groups.mesh.model_size == 1 and EXPERT not in ranks.groups.mesh.degrees):
         return None
     workload.model.to(ranks.device)
     return load_parallelize(config.choice)(workload.model, config, ranks.groups, ranks.device)

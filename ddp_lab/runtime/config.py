@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.runtime.link.speed import NONE
-from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.mesh import DATA, EXPERT, Mesh
 from ddp_lab.runtime.settings.batch import BatchSettings
 from ddp_lab.runtime.settings.checkpoints import CheckpointSettings
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, CommunicationSettings
 from ddp_lab.runtime.settings.data import DataSettings
-from ddp_lab.runtime.settings.field import Rules, check, flags_of
+from ddp_lab.runtime.settings.field import Rules, check, flag_name, flags_of
 from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZIGZAG, MeshSettings
 from ddp_lab.runtime.settings.profiling import ProfilingSettings
 from ddp_lab.runtime.settings.training import TrainingSettings
@@ -24,6 +24,8 @@ from ddp_lab.strategy.recompute.setting import NONE as NO_BLOCKS
 
 SEQUENCE_PARALLEL, ASYNC = "-sp", "-async"
 """Behind a mesh in the label of a run."""
+
+NOT_WITH_EXPERTS = ("compile", "compress", "reduce_dtype", "param_dtype", "master_dtype", "offload")
 
 RULES: Rules = (
     (
@@ -84,6 +86,18 @@ RULES: Rules = (
     (
         lambda c: not (c.has_stages and (c.strategy.compile or c.lora_rank or c.strategy.overlap_optimizer)),
         "--compile, --lora-rank and --overlap-optimizer: must be without pp",
+    ),
+    (
+        lambda c: not c.has_experts or Mesh.parse(str(c.mesh)).degrees.keys() <= {DATA, EXPERT},
+        "--mesh {0.mesh}: ep goes with dp alone so far; leave the other dimensions out, or ep",
+    ),
+    (
+        lambda c: not (c.has_experts and any(getattr(c.strategy, name) for name in NOT_WITH_EXPERTS)),
+        f"--mesh {{0.mesh}}: must be without ep, or without {', '.join(map(flag_name, NOT_WITH_EXPERTS))}",
+    ),
+    (
+        lambda c: not (c.has_experts and (c.lora_rank or c.strategy.loss_chunks > 1)),
+        "--lora-rank and --loss-chunks: must be without ep",
     ),
     (lambda c: c.seed < 2**32, "--seed {0.seed}: must be a whole number from 0 to 4294967295"),
     (

@@ -6,6 +6,8 @@ consecutive numbers, so they are on one node, where links are fast.
 
 - `dp`, or `replicate` and `shard`: ranks that see different samples. A data-parallel strategy runs over them. With
   `replicate` and `shard` it shards over the one and replicates over the other (HSDP).
+- `ep`: ranks that see different samples too, and hold each some of the experts of a mixture (`expert_parallel`). All
+  else is as if they were of `dp`. Ranks that differ in `dp` alone hold the same experts.
 - `pp`: ranks that see the same samples, and hold each a stage of the model, some of its layers (`pipeline_parallel`).
 - `cp`: ranks that see the same samples, each a part of their tokens (`context_parallel`). A data-parallel strategy runs
   over them too: they hold the same part of the model, and each makes a part of its gradient.
@@ -31,17 +33,19 @@ if TYPE_CHECKING:  # --help does without torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-DATA, REPLICATE, SHARD, PIPELINE, CONTEXT, TENSOR = "dp", "replicate", "shard", "pp", "cp", "tp"
+DATA, REPLICATE, SHARD, EXPERT = "dp", "replicate", "shard", "ep"
+PIPELINE, CONTEXT, TENSOR = "pp", "cp", "tp"
 DIMENSIONS = {
     DATA: "ranks that see different samples",
     REPLICATE: "the same, whose ranks hold the same shards",
     SHARD: "the same, over which model states are sharded",
+    EXPERT: "ranks that see different samples and hold different experts",
     PIPELINE: "ranks that hold different layers",
     CONTEXT: "ranks that see parts of the same samples",
     TENSOR: "ranks that hold parts of the same layers",
 }
 """What each dimension is, in the order in which they may stand."""
-DATA_DIMENSIONS = (DATA, REPLICATE, SHARD)
+DATA_DIMENSIONS = (DATA, REPLICATE, SHARD, EXPERT)
 EXAMPLE = "dp=2,tp=2"
 
 
@@ -187,6 +191,7 @@ class MeshGroups:
         data: Ranks that see different samples, or different tokens of them, and hold the same part of the model.
         model: Ranks that see the same tokens.
         context: Those of `data` that see the same samples.
+        expert, copies: With `ep`, those of `data` that hold different experts, and those that hold the same.
         shard, replicate: With these dimensions, the parts of `data` along them; else None. `cp` is in `shard`.
         everyone: All ranks of the mesh.
         no_parts: Why there can be no groups of some of the ranks; empty if there can.
@@ -202,6 +207,8 @@ class MeshGroups:
     pipeline: "dist.ProcessGroup | None" = None
     shard: "dist.ProcessGroup | None" = None
     replicate: "dist.ProcessGroup | None" = None
+    expert: "dist.ProcessGroup | None" = None
+    copies: "dist.ProcessGroup | None" = None
     no_parts: str = ""
     _parts: "dict[int, dist.ProcessGroup]" = field(default_factory=dict)
 
@@ -271,7 +278,7 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
     everyone = dist.group.WORLD
     assert everyone is not None, "join the process group first"
     degrees = dict(mesh.degrees)
-    if not degrees.keys() & set(DATA_DIMENSIONS):
+    if not degrees.keys() & {DATA, SHARD}:
         degrees = {DATA: 1, **degrees}
     tensor = degrees.pop(TENSOR, 1)
     degrees |= {CONTEXT: degrees.get(CONTEXT, 1), TENSOR: tensor}
@@ -285,8 +292,10 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
 
     data, model = along((*DATA_DIMENSIONS, CONTEXT)), along((PIPELINE, TENSOR))
     shard = along((SHARD, CONTEXT)) if SHARD in degrees else None
+    copies = along((DATA, CONTEXT)) if EXPERT in degrees else None
     timeout = timeout_of(everyone)  # new groups have torch's default
-    for group in {*parts.values(), data, model, shard} - {everyone, None}:
+    for group in {*parts.values(), data, model, shard, copies} - {everyone, None}:
         dist.set_timeout(timeout, group)
     cut = model, parts[TENSOR], parts[CONTEXT], everyone, parts.get(PIPELINE)
-    return MeshGroups(mesh, device_mesh, data, *cut, shard, parts.get(REPLICATE), no_parts)
+    kept = shard, parts.get(REPLICATE), parts.get(EXPERT), copies
+    return MeshGroups(mesh, device_mesh, data, *cut, *kept, no_parts)

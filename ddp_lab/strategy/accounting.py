@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ class Collective:
         dimension: Of the mesh, over whose ranks they are: empty for those that see different samples, or `EVERYONE`.
         rank: Who issues them, where stages differ. Default: every rank.
         made_of: The kind of the calls, one from each rank, of which each is made. Empty: it is a call by itself.
+        varies: What a rank sends depends on its samples, and `payload_bytes` is the mean over ranks.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Collective:
     dimension: str = ""
     rank: int | None = None
     made_of: str = ""
+    varies: bool = False
 
     @property
     def issued(self) -> "Collective":
@@ -84,7 +86,11 @@ class ModelSize:
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelSize":
-        parameters = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+        return cls.of_parameters(module.parameters())
+
+    @classmethod
+    def of_parameters(cls, held: Iterable[nn.Parameter]) -> "ModelSize":
+        parameters = [p.to_local() if hasattr(p, "to_local") else p for p in held]
         return cls(
             elements=sum(p.numel() for p in parameters),
             trainable_elements=sum(p.numel() for p in parameters if p.requires_grad),
@@ -133,9 +139,11 @@ class Accounts(ABC):
     """Over how many ranks of `process_group`, neighbours there, the tokens of each sample are cut."""
 
     module: nn.Module
+    of_experts: set[nn.Parameter]  # that `copies` alone hold
     trainable: dict[str, nn.Parameter]  # by name; frozen ones are not among them
     optimizer: torch.optim.Optimizer
     process_group: dist.ProcessGroup  # ranks that see different samples, or different parts of them
+    copies: dist.ProcessGroup  # those of them that hold the same experts; else all
     everyone: dist.ProcessGroup  # who trains this model: these, and ranks that hold other parts of it
     shard_group: dist.ProcessGroup  # whose ranks hold a shard each
     replicate_group: dist.ProcessGroup | None  # whose ranks hold the same shard
@@ -150,6 +158,11 @@ class Accounts(ABC):
     def group_size(self) -> int:
         """How many ranks share the work."""
         return dist.get_world_size(self.process_group)
+
+    @property
+    def copy_rank(self) -> int:
+        """This rank's place among those of them that hold the same part of the model."""
+        return dist.get_rank(self.copies)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -189,7 +202,11 @@ class Accounts(ABC):
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """Bytes by component that this rank should hold after a step, padding and step counters left out."""
-        return expected_state_bytes(size, self.shard_size, self.shards)
+        experts = ModelSize.of_parameters(self.of_experts)
+        others = ModelSize(*(whole - part for whole, part in zip(astuple(size), astuple(experts), strict=True)))
+        copies = dist.get_world_size(self.copies)
+        of_experts = expected_state_bytes(experts, copies, self.shards)
+        return {n: of_experts[n] + b for n, b in expected_state_bytes(others, self.shard_size, self.shards).items()}
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds parameters at this moment."""

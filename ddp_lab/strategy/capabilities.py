@@ -22,6 +22,7 @@ class Supports:
     param_dtype: `options.param_dtype`.
     master_dtype: `options.master_dtype`.
     replicas: `options.shard_groups`, and a mesh with `replicate`.
+    experts: A mesh with `ep`, where some parameters are held by some of the ranks that share the work.
     refusals, mesh_refusals: What this strategy refuses beyond the table.
     """
 
@@ -33,6 +34,7 @@ class Supports:
     param_dtype: bool = False
     master_dtype: bool = False
     replicas: bool = False
+    experts: bool = False
     refusals: "tuple[Refusal, ...]" = ()
     mesh_refusals: "tuple[MeshRefusal, ...]" = ()
 
@@ -54,6 +56,8 @@ class Supports:
         """
         if mesh is not None and "replicate" in mesh.degrees and not self.replicas:
             raise UnsupportedError(NO_REPLICAS)
+        if mesh is not None and "ep" in mesh.degrees and not self.experts:
+            raise UnsupportedError(NO_EXPERTS)
         for refuses, message in self.mesh_refusals:
             if refuses(mesh):
                 raise UnsupportedError(message)
@@ -76,6 +80,9 @@ def _refused_folder(options: "StrategyOptions", supports: Supports) -> str:
 NO_REPLICAS = (
     "--mesh with replicate and shard: this strategy cannot shard over a part of the ranks; take zero1, zero2, zero3, "
     "pytorch_zero2 or pytorch_zero3, or --mesh dp=N"
+)
+NO_EXPERTS = (
+    "--mesh with ep: this strategy reduces all gradients over the same ranks; take simple_ddp, zero1, zero2 or zero3"
 )
 NO_CAST = (
     "--param-dtype: this strategy computes with the parameters that it updates; take zero1, zero2, zero3, "

@@ -3,9 +3,10 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
     from ddp_lab.strategy.options import StrategyOptions
 
 
+T = TypeVar("T", bound=Tensor)
+
+
 class Progress:
     """Where the optimizer step is. The step writes this, and strategies read it.
 
     Attributes:
+        is_ahead: Forward passes run before the first micro-batch (`model_parallel.Balance`).
         in_micro_batch: Between the beginning of forward and the end of `after_backward`.
         another_follows: This micro-batch is not the last of its step.
         reduces_now: The gradients of this micro-batch are to be reduced: it is the last one, or the strategy reduces
@@ -35,7 +40,7 @@ class Progress:
         stops_after: As soon as any rank wants to stop: the number of optimizer steps after which all should.
     """
 
-    in_micro_batch = another_follows = reduces_now = False
+    is_ahead = in_micro_batch = another_follows = reduces_now = False
     averages = counts_gradients = True
     stops_after: int | None = None
 
@@ -75,6 +80,11 @@ class Hooks(Accounts):
     def is_in_pipeline(self) -> bool:
         """Whether other ranks hold other layers."""
         return self.model_parallel is not None and self.model_parallel.pipeline is not None
+
+    def passes_ahead(self, micro_batches: int) -> int:
+        """How many forward passes run before the first of so many micro-batches."""
+        balance = self.model_parallel.balance if self.model_parallel else None
+        return balance.passes_ahead(micro_batches) if balance else 0
 
     # When the strategy is built ------------------------------------------------------------------------------------
 
@@ -150,6 +160,16 @@ class Hooks(Accounts):
 
         What is not finite on one rank is not finite in the sum over ranks. So each rank checks only its part.
         """
+
+    def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
+        """The ranks that share the work and hold this parameter."""
+        return self.copies if parameter in self.of_experts else self.process_group
+
+    def by_group(self, tensors: Iterable[T]) -> list[tuple[dist.ProcessGroup, list[T]]]:
+        """Parameters and buffers, with the ranks that share the work and hold them: those of experts by themselves."""
+        tensors = list(tensors)
+        groups = dict.fromkeys([self.process_group, self.copies])
+        return [(group, [one for one in tensors if self.group_of(one) is group]) for group in groups]
 
     def speaks_for(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts its gradient: of a model that is cut over ranks, some hold the same."""

@@ -57,6 +57,9 @@ class Strategy(State):
         self.process_group, self.model_parallel = group, self.options.model_parallel
         self.everyone = self.model_parallel.everyone if self.model_parallel else group
         self.context_size = self.model_parallel.context_size if self.model_parallel else 1
+        self.copies = (self.model_parallel.copies if self.model_parallel else None) or group
+        if self.copies is not group:
+            self.communicates_in_forward = self.always_averages = True
         groups = self.options.shard_groups
         self.shard_group, self.replicate_group = (groups.shard, groups.replicate) if groups else (group, None)
         self.optimizer_steps, self.wants_to_stop = 0, lambda: False
@@ -71,6 +74,8 @@ class Strategy(State):
         self.trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
         self.owned = self.model_parallel.owned(self.trainable.items()) if self.model_parallel else set()
+        cuts = self.model_parallel.cuts if self.model_parallel and self.model_parallel.copies else {}
+        self.of_experts = {parameter for name, parameter in named if name in cuts}
         self.watch = building.watch_over(dict(zip(self.trainable, self.leaves(), strict=True)))
         self.prepare()
         self.optimizer = self.build_optimizer(optimizers.checked(make_optimizer))

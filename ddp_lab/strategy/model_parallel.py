@@ -3,6 +3,9 @@
 Ranks over which parameters are cut see the same tokens, and each holds a part of the model as a plain module. A
 strategy runs over the ranks that hold the same part, as if that were the model. It asks here for what concerns the
 whole model: the norm of all gradients, the count of samples, and whole state dicts.
+
+Experts alone are cut over ranks that see different tokens. There a strategy runs over ranks that hold other experts,
+too, and treats an expert's parameters over those of them that hold it (`copies`).
 """
 
 from collections import ChainMap
@@ -91,6 +94,25 @@ class Pipeline(Protocol):
         """What the whole model answers, on all ranks, without gradients. Collective."""
 
 
+class Balance(Protocol):
+    """What knows how many tokens each expert gets (`expert_parallel`).
+
+    Attributes:
+        counts: The next forward pass is of samples of this rank. Otherwise it only takes part.
+    """
+
+    counts: bool
+
+    def passes_ahead(self, micro_batches: int) -> int:
+        """How many forward passes of a step of so many must run, within `ahead`, before its first micro-batch."""
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Within this context forward passes only count."""
+
+    def end_step(self) -> None:
+        """Runs when a step is through, or abandoned."""
+
+
 @dataclass(frozen=True)
 class ModelParallel:
     """Attributes:
@@ -104,6 +126,9 @@ class ModelParallel:
     traffic: What the parts of the model send to each other in a step of so many micro-batches.
     context_size: Over how many ranks tokens are cut. Each makes so many times its part of a loss: on average the loss.
     context_traffic: What these send to each other.
+    copies: Where parameters are cut over ranks that see different samples (`ep`), which are `group` then: the ranks
+        that hold the same part as this one. What is not cut, all ranks that share the work hold.
+    balance: Of the load of experts.
     """
 
     group: dist.ProcessGroup
@@ -116,12 +141,16 @@ class ModelParallel:
     traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
     context_size: int = 1
     context_traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
+    copies: dist.ProcessGroup | None = None
+    balance: "Balance | None" = None
 
     def expected_traffic(self, micro_batches: int) -> list[Collective]:
         """What ranks of all these dimensions send to each other."""
         by_dimension = {TENSOR: self.traffic(micro_batches), CONTEXT: self.context_traffic(micro_batches)}
         messages = self.pipeline.expected_traffic(micro_batches) if self.pipeline else []
-        return [replace(one, dimension=name) for name, all_of in by_dimension.items() for one in all_of] + messages
+        return [
+            replace(one, dimension=one.dimension or name) for name, all_of in by_dimension.items() for one in all_of
+        ] + messages
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -132,10 +161,25 @@ class ModelParallel:
         """Whose part of the layers this rank holds."""
         return dist.get_rank(self.tensor_group)
 
+    @property
+    def part_group(self) -> dist.ProcessGroup:
+        """The ranks over which parameters are cut."""
+        return self.group if self.copies else self.tensor_group
+
+    @property
+    def part_rank(self) -> int:
+        """Whose part of them this rank holds."""
+        return dist.get_rank(self.part_group)
+
+    def is_owner(self, name: str) -> bool:
+        """Whether this rank speaks for what it holds of a parameter: of each element of the model, one rank of `group`
+        does. With `copies`, every rank does, with others that hold the same."""
+        cut = self.cuts.get(name)
+        return cut.is_owner(self.part_rank) if cut else self.tensor_rank == 0
+
     def owned(self, named: Iterable[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
-        """Those that this rank speaks for: of each element of the model, one rank of `group` has it here."""
-        rank = self.tensor_rank
-        return {p for name, p in named if (self.cuts[name].is_owner(rank) if name in self.cuts else rank == 0)}
+        """Those that this rank speaks for."""
+        return {p for name, p in named if self.is_owner(name)}
 
     def whole_shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole model's tensors, by name. Collective."""
@@ -148,7 +192,7 @@ class ModelParallel:
 
     def _own_shape(self, name: str, own: Tensor) -> tuple[int, ...]:
         """Torch's own classes give the whole shape of what is cut, too."""
-        return self.cuts[name].part_shape(own, self.tensor_rank) if name in self.cuts else tuple(own.shape)
+        return self.cuts[name].part_shape(own, self.part_rank) if name in self.cuts else tuple(own.shape)
 
     def _whole_shape(self, name: str, part: Tensor) -> tuple[int, ...]:
         return self.cuts[name].whole_shape(part) if name in self.cuts else tuple(part.shape)
@@ -165,7 +209,7 @@ class ModelParallel:
             parts: What this rank holds, on CPU, by name.
         """
         rank = dist.get_rank(self.group)
-        sent = {n: part.contiguous() for n, part in parts.items() if rank and (n in self.cuts or self.tensor_rank == 0)}
+        sent = {n: part.contiguous() for n, part in parts.items() if rank and (n in self.cuts or self.part_rank == 0)}
         forms = self._told_by_all({name: (tuple(part.shape), part.dtype) for name, part in sent.items()})
         for part in sent.values():
             dist.send(part, group=self.group, group_dst=0)
@@ -188,11 +232,11 @@ class ModelParallel:
             return
         if name not in wholes:
             wholes[name] = part.new_empty(self.cuts[name].whole_shape(part))
-        self.cuts[name].put(wholes[name], part, self._tensor_rank_of(rank))
+        self.cuts[name].put(wholes[name], part, self._part_rank_of(rank))
 
-    def _tensor_rank_of(self, rank: int) -> int:
+    def _part_rank_of(self, rank: int) -> int:
         """tp is the innermost dimension."""
-        return rank % dist.get_world_size(self.tensor_group)
+        return rank % dist.get_world_size(self.part_group)
 
     def scattered(self, wholes: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
         """What each rank holds of rank 0's `wholes`, on CPU in their dtypes; the others' are not read. Collective."""
@@ -203,7 +247,7 @@ class ModelParallel:
         for receiver, (of_receiver, _) in enumerate(told) if rank == 0 else ():
             for name in of_receiver:
                 cut, whole = self.cuts.get(name), wholes[name].cpu()
-                part = (cut.part(whole, self._tensor_rank_of(receiver)) if cut else whole).contiguous()
+                part = (cut.part(whole, self._part_rank_of(receiver)) if cut else whole).contiguous()
                 if receiver == 0:
                     parts[name] = part
                 else:

@@ -98,7 +98,7 @@ class Registry:
 
 def refuse_tensor_parallelism(name: str) -> NoReturn:
     """What `Registry.load_parallelize` does where nothing cuts layers."""
-    raise UserError(f"--mesh with tp, pp or cp: {name} cuts nothing here; take main_parallel.py")
+    raise UserError(f"--mesh with tp, pp, cp or ep: {name} cuts nothing here; take main_parallel.py")
 
 
 def found_at(location: str) -> Any:

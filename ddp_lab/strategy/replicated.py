@@ -34,7 +34,12 @@ class ReplicatedStrategy(Strategy):
 
     def prepare(self) -> None:
         self.make_compression()
-        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        self.broadcast()
+
+    def broadcast(self) -> None:
+        """Overwrite parameters and buffers with those of the first rank that holds them."""
+        for group, held in self.by_group([*self.module.parameters(), *self.module.buffers()]):
+            broadcast_from_rank0(held, group)
 
     def make_compression(self) -> None:
         """With `options.compress`, or in bf16, gradients are compressed (`communication.compression`) and
@@ -47,10 +52,17 @@ class ReplicatedStrategy(Strategy):
             self.compression = Compression(kind, self.process_group)
             self.always_averages = True
 
-    def all_reduce(self, gradient: Tensor, parts: Sequence[Tensor] = (), async_op: bool = False) -> Any:
+    def all_reduce(
+        self,
+        gradient: Tensor,
+        parts: Sequence[Tensor] = (),
+        async_op: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> Any:
         """`torch.distributed.all_reduce` of a gradient in place, compressed if that is wanted (`make_compression`).
 
         Args:
+            group: Who holds the parameter (`group_of`). Default: all ranks that share the work.
             parts: If `gradient` holds those of several parameters: views into it, one for each parameter.
 
         Returns:
@@ -58,7 +70,7 @@ class ReplicatedStrategy(Strategy):
         """
         if self.compression is None:
             op = dist.ReduceOp.AVG if self.steps.averages else dist.ReduceOp.SUM
-            return dist.all_reduce(gradient, op, self.process_group, async_op)
+            return dist.all_reduce(gradient, op, group or self.process_group, async_op)
         handle = self.compression.all_reduce(gradient, parts or [gradient])
         return handle if async_op else handle.wait()
 
@@ -84,23 +96,23 @@ class ReplicatedStrategy(Strategy):
         return self.of_whole_model({name: gradient.detach().cpu().clone() for name, gradient in found})
 
     def gradient_share(self) -> Iterator[Tensor]:
-        found = [(p, p.grad) for p in self.trainable.values() if p.grad is not None]
-        lengths = [gradient.numel() for _, gradient in found]
-        for index, start, end in share(lengths, self.group_rank, self.group_size):
-            parameter, gradient = found[index]
-            if self.speaks_for(parameter):
-                yield gradient if end - start == lengths[index] else gradient.reshape(-1)[start:end]
+        for group, held in self.by_group(p for p in self.trainable.values() if p.grad is not None):
+            lengths = [parameter.numel() for parameter in held]
+            for index, start, end in share(lengths, dist.get_rank(group), dist.get_world_size(group)):
+                gradient = held[index].grad
+                if gradient is not None and self.speaks_for(held[index]):
+                    yield gradient if end - start == lengths[index] else gradient.reshape(-1)[start:end]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        state = self.module.state_dict() if self.group_rank == 0 else {}
+        state = self.module.state_dict() if self.copy_rank == 0 else {}
         return self.of_whole_model({n: tensor.detach().cpu().clone() for n, tensor in state.items()}, with_aliases=True)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         state = self.of_this_part(state)
         require_matching_state(shapes_of(self.module), state, self.process_group)
-        if self.group_rank == 0:
+        if self.copy_rank == 0:
             self.module.load_state_dict(state)
-        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        self.broadcast()
 
     def buffer_traffic(self) -> list[Collective]:
         """The broadcasts of `before_step`."""
@@ -113,8 +125,15 @@ class ReplicatedStrategy(Strategy):
             return self.buffer_traffic()
         if self.compression is not None:
             return [*self.compression.traffic(calls, gradients), *self.buffer_traffic()]
-        whole = Collective("all_reduce", calls, bytes_of(gradients), self.group_size, "gradients")
-        return [whole, *self.buffer_traffic()]
+        by_group = self.by_group(gradients)
+        counts = [calls] if len(by_group) == 1 else [len(held) for _, held in by_group]  # experts: each by itself
+        return [
+            *(
+                Collective("all_reduce", count, bytes_of(held), dist.get_world_size(group), "gradients")
+                for count, (group, held) in zip(counts, by_group, strict=True)
+            ),
+            *self.buffer_traffic(),
+        ]
 
 
 def references(tensor: Tensor) -> int:

@@ -48,13 +48,13 @@ class State(Hooks):
         """Put together what `process_group` has gathered of its part of the model. Collective.
 
         Args:
-            parts: On CPU, by name; read where `group_rank` is 0.
+            parts: On CPU, by name; read where `copy_rank` is 0.
             with_aliases: Name a tensor that the model knows by several names by each of them.
 
         Returns:
             Whole tensors on rank 0 of the ranks that see the same samples, and nothing on the others among them.
         """
-        if self.model_parallel is None or self.group_rank != 0:
+        if self.model_parallel is None or self.copy_rank != 0:
             return parts
         wholes = self.model_parallel.gathered(parts)
         aliases = self.model_parallel.aliases.items() if with_aliases else ()
@@ -68,7 +68,7 @@ class State(Hooks):
         """
         if self.model_parallel is not None:
             require_matching_state(self.model_parallel.whole_shapes(self.module), state, self.everyone)
-            state = self.model_parallel.scattered(state, self.module) if self.group_rank == 0 else {}
+            state = self.model_parallel.scattered(state, self.module) if self.copy_rank == 0 else {}
         return state
 
     # What a checkpoint saves and loads: each rank what it holds ----------------------------------------------------

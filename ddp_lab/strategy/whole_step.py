@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_lab.runtime.errors import UnsupportedError
@@ -17,7 +18,7 @@ from ddp_lab.runtime.watch.phases import phase
 from ddp_lab.strategy.batches import MicroBatch, Weighted, weighted
 from ddp_lab.strategy.communication.agreement import GlobalBatch, Pending
 from ddp_lab.strategy.hooks import Hooks
-from ddp_lab.strategy.model_parallel import Pipeline
+from ddp_lab.strategy.model_parallel import Balance, Pipeline
 from ddp_lab.strategy.step import Step
 
 
@@ -29,6 +30,7 @@ class WholeStep(Step):
         self._latest: MicroBatch | None = None
         self._announced: Pending | None = None
         self._pipeline = strategy.model_parallel.pipeline if strategy.model_parallel else None
+        self._balance = strategy.model_parallel.balance if strategy.model_parallel else None
         if self._pipeline is not None:
             self._pipeline.begin(strategy.module)
 
@@ -84,8 +86,14 @@ class WholeStep(Step):
         if self._pipeline is not None:
             global_batch = self.agreement.counts(counts, strategy.optimizer_steps)
             self._walk(self._pipeline, micro_batches, global_batch, scale)
-        else:
+        elif self._balance is None:
             global_batch = self._one_by_one(micro_batches, counts, scale)
+        else:
+            try:
+                global_batch = self._one_by_one(micro_batches, counts, scale)
+            finally:
+                self.is_ahead = False
+                self._balance.end_step()
         if global_batch.is_last:
             self.stops_after = strategy.optimizer_steps + 1
         self._finish()
@@ -94,6 +102,9 @@ class WholeStep(Step):
     def _one_by_one(self, micro_batches: Sequence[Weighted], counts: Pending, scale: float | Tensor) -> GlobalBatch:
         """Forward and backward of each micro-batch before the next."""
         strategy, global_batch = self._strategy, None
+        if self._balance is not None:
+            global_batch = self.agreement.counts(counts, strategy.optimizer_steps)
+            self._look_ahead(self._balance, micro_batches, global_batch.rounds)
         for index in itertools.count():
             if index + 1 >= len(micro_batches) or strategy.communicates_in_forward:
                 # This may be the last micro-batch of all ranks: from here on the number of rounds must be known.
@@ -101,6 +112,8 @@ class WholeStep(Step):
             is_last = global_batch is not None and index + 1 == global_batch.rounds
             batch = micro_batches[index].batch if index < len(micro_batches) else self._latest
             assert batch is not None
+            if self._balance is not None:
+                self._balance.counts = index < len(micro_batches)
             with self._round(is_last):
                 loss = self.forward(**batch).loss
                 global_batch = global_batch or self.agreement.counts(counts, strategy.optimizer_steps)
@@ -113,6 +126,22 @@ class WholeStep(Step):
                 break
         assert global_batch is not None, "the last round knows it"
         return global_batch
+
+    @torch.no_grad()
+    def _look_ahead(self, balance: Balance, micro_batches: Sequence[Weighted], rounds: int) -> None:
+        """Let experts see all micro-batches of the step, if they must, and draw random numbers as they will then."""
+        passes = balance.passes_ahead(rounds)
+        if not passes:
+            return
+        devices = [self._strategy.device] if self._strategy.device.type == "cuda" else []
+        self.is_ahead = True
+        with torch.random.fork_rng(devices), balance.ahead():
+            for index in range(passes):
+                balance.counts = index < len(micro_batches)
+                batch = micro_batches[index].batch if balance.counts else self._latest
+                assert batch is not None
+                self.forward(**batch)
+        self.is_ahead = False
 
     def _walk(
         self, pipeline: Pipeline, micro_batches: Sequence[Weighted], global_batch: GlobalBatch, scale: float | Tensor

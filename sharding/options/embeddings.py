@@ -14,9 +14,8 @@ from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.strategy.blocks import uses_of_parameters
 from ddp_lab.strategy.replicated import references
 from sharding.options.placement import Placement
-from sharding.options.replicas import ShardRanks
 from sharding.parts.plan import UnitPlan
-from sharding.parts.unit import Unit
+from sharding.parts.unit import RanksOf, Unit
 
 RELEASE_S = 0.1
 """Seconds within which a backend's thread drops a tensor that it has finished with."""
@@ -27,8 +26,8 @@ class Embeddings(Unit):
     read_in_backward: Whether backward reads a weight on any rank. All ranks agree on it in the first step.
     """
 
-    def __init__(self, plan: UnitPlan, ranks: ShardRanks, placement: Placement) -> None:
-        super().__init__(plan.modules, [plan.parameters], ranks, placement)
+    def __init__(self, plan: UnitPlan, ranks_of: RanksOf, placement: Placement) -> None:
+        super().__init__(plan.modules, [plan.parameters], ranks_of, placement)
         self.read_in_backward = False
 
     def unshard(self) -> None:

@@ -67,5 +67,4 @@ class Zero3InStages(Zero2):
                 flat.reshard()  # type: ignore[attr-defined]
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        gathers = [flat.full_bytes for flat in self.flats]
-        return self.traffic_of(gathers, [bucket.full_bytes for bucket in self.buckets])
+        return self.traffic_of(self.flats, self.buckets)

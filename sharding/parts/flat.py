@@ -6,7 +6,7 @@ than 16 bytes larger than an even share. This suits optimizers that treat every 
 (`ddp_lab.strategy.optimizers`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -99,11 +99,15 @@ def lay_out(shapes: Iterable[Sequence[int]], world_size: int, item_bytes: int) -
     return Layout(tuple(slots), world_size, max(ALIGNMENT // item_bytes, 1))
 
 
-def group_by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters that can share a flat tensor: of one dtype and device, trainable or frozen alike; in their order."""
+def group_by_kind(
+    parameters: Iterable[nn.Parameter], ranks_of: Callable[[nn.Parameter], object] = lambda _: None
+) -> list[list[nn.Parameter]]:
+    """Parameters that can share a flat tensor: of one dtype and device, trainable or frozen alike, held by the same
+    ranks; in their order."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)
+        kind = parameter.dtype, parameter.device, parameter.requires_grad, ranks_of(parameter)
+        groups.setdefault(kind, []).append(parameter)
     return list(groups.values())
 
 

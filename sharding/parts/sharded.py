@@ -46,7 +46,12 @@ class ShardedStrategy(Strategy):
     """
 
     supports = Supports(
-        offload=frozenset({"optimizer"}), offload_to_files=True, param_dtype=True, master_dtype=True, replicas=True
+        offload=frozenset({"optimizer"}),
+        offload_to_files=True,
+        param_dtype=True,
+        master_dtype=True,
+        replicas=True,
+        experts=True,
     )
     flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
@@ -57,6 +62,7 @@ class ShardedStrategy(Strategy):
         self.placement = Placement.of(self.options)
         replicate = self.replicate_group if self.replicas > 1 else None
         self.ranks = ShardRanks(self.process_group, self.shard_group, replicate)
+        self.ranks_of_experts = ShardRanks(self.copies, self.copies)
         if self.placement.param_dtype:
             cast_inputs([self.module, *find_blocks(self.module)], self.placement.param_dtype)
         elements = sum(p.numel() for p in self.trainable.values())
@@ -133,6 +139,14 @@ class ShardedStrategy(Strategy):
                 )
             bucket.reset()  # the optimizer's own zero_grad was called
         self._has_zeros = False
+
+    def ranks_of(self, parameter: nn.Parameter) -> ShardRanks:
+        """Which ranks hold its shards."""
+        return self.ranks_of_experts if parameter in self.of_experts else self.ranks
+
+    def broadcast_plain_tensors(self) -> None:
+        for group, held in self.by_group(self.plain_tensors()):
+            broadcast_from_rank0(held, group)
 
     def plain_tensors(self) -> list[Tensor]:
         """Parameters that are not sharded (frozen ones before ZeRO-3; without elements), and buffers."""
@@ -220,15 +234,16 @@ class ShardedStrategy(Strategy):
                     result[names[parameter]] = flat.layout.view(full, slot).cpu().clone()
         return self.of_whole_model(result)
 
-    def traffic_of(self, gathered: list[int], reduced: list[int]) -> list[Collective]:
-        """What a step sends that all-gathers and reduce-scatters flat tensors of so many bytes."""
+    def traffic_of(self, gathered: Sequence[FlatParameters], reduced: Sequence[GradientBucket]) -> list[Collective]:
+        """What a step sends that all-gathers these parameters and reduce-scatters these gradients."""
         device = self.flats[0].full.device
-        return [
-            expected_reduce_scatters(reduced, self.shard_group, device),
-            *self.ranks.expected_all_reduces([bucket.shard_bytes for bucket in self.buckets]),
-            expected_all_gathers(gathered, self.shard_group, device),
-            *buffer_broadcasts(self.module, self.group_size),
-        ]
+        sums = self.ranks.expected_all_reduces([bucket.shard_bytes for bucket in self.buckets])
+        traffic = [*sums, *buffer_broadcasts(self.module, self.group_size)]
+        for group in dict.fromkeys([self.shard_group, *(flat.group for flat in self.flats)]):
+            scattered = [bucket.full_bytes for bucket in reduced if bucket.flat.group is group]
+            traffic.append(expected_reduce_scatters(scattered, group, device))
+            traffic.append(expected_all_gathers([f.full_bytes for f in gathered if f.group is group], group, device))
+        return traffic
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -286,9 +301,9 @@ class ShardedStrategy(Strategy):
         whole: dict[Any, Tensor] = {}
         for flat in self.flats:
             values = flat.whole()
-            if self.group_rank == 0:
+            if self.copy_rank == 0:
                 whole |= {p: flat.layout.view(values, slot).cpu().clone() for slot, p in enumerate(flat.parameters)}
-        state = self.module.state_dict(keep_vars=True) if self.group_rank == 0 else {}
+        state = self.module.state_dict(keep_vars=True) if self.copy_rank == 0 else {}
         return self.of_whole_model(
             {name: whole[p] if p in whole else p.detach().cpu().clone() for name, p in state.items()},
             with_aliases=True,
@@ -299,11 +314,11 @@ class ShardedStrategy(Strategy):
         require_matching_state(shapes_of(self.module), state, self.process_group)
         self.finish_parameter_synchronization()
         own = self.module.state_dict(keep_vars=True)
-        given = {own[name]: tensor for name, tensor in state.items()} if self.group_rank == 0 else {}
+        given = {own[name]: tensor for name, tensor in state.items()} if self.copy_rank == 0 else {}
         with torch.no_grad():
             for flat in self.flats:
                 flat.set_values(given)
             for tensor in self.plain_tensors():
                 if tensor in given:
                     tensor.copy_(given[tensor])
-        broadcast_from_rank0(self.plain_tensors(), self.process_group)
+        self.broadcast_plain_tensors()

@@ -19,6 +19,8 @@ from sharding.options.replicas import ShardRanks
 from sharding.parts.flat import FlatParameters, group_by_kind
 from sharding.parts.gradient_buckets import ShardedGradientBucket
 
+RanksOf = Callable[[nn.Parameter], ShardRanks]
+
 
 class ShardedParameters(FlatParameters):
     """Flat parameters whose full tensor has no memory between `reshard` and `unshard`.
@@ -116,7 +118,7 @@ class Unit:
 
     Args:
         parameters: Those of `modules`, in one or more parts that share no flat tensor (the root has two).
-        ranks: Which ranks hold the shards.
+        ranks_of: Which ranks hold the shards of a parameter.
         placement: Of parameters and gradients.
         casts: The modules run under autocast.
 
@@ -135,13 +137,13 @@ class Unit:
         self,
         modules: Sequence[nn.Module],
         parameters: Sequence[Sequence[nn.Parameter]],
-        ranks: ShardRanks,
+        ranks_of: RanksOf,
         placement: Placement,
         casts: bool = False,
     ) -> None:
         self.modules = list(modules)
-        kinds = [kind for part in parameters for kind in group_by_kind(p for p in part if p.numel())]
-        self.flats = [ShardedParameters(kind, ranks, placement) for kind in kinds]
+        kinds = [kind for part in parameters for kind in group_by_kind((p for p in part if p.numel()), ranks_of)]
+        self.flats = [ShardedParameters(kind, ranks_of(kind[0]), placement) for kind in kinds]
         self.buckets = [ShardedGradientBucket(flat, placement.reduce_dtype) for flat in self.flats if flat.trainable]
         layers = [layer for module in modules for layer in module.modules()] if casts else []
         self.low_precision = LowPrecisionWeights(layers, {p for flat in self.flats for p in flat.parameters})

@@ -2,7 +2,8 @@
 a rank gets its part of a parameter that is stored whole, or cut in another way.
 
 The elements of a part are counted like those of a parameter that is whole. `<name>@<rank>` is the part of that rank of
-tensor parallelism. Ranks may hold the same part: then the first of them saves it. Rank 0 saves what is not cut.
+tensor or expert parallelism. Ranks may hold the same part: then the first of them saves it. Rank 0 of tensor
+parallelism saves what is not cut.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ class OwnParts:
     """What this rank holds of the parameters of a strategy.
 
     Attributes:
-        rank: The number of this rank among those that hold parts of the same layers.
+        rank: The number of this rank among those that hold parts of the same layers or experts.
         cuts: By name of a parameter; tied ones once.
         shapes: Of the whole parameters, by name.
     """
@@ -31,7 +32,7 @@ class OwnParts:
     def __init__(self, strategy: Strategy) -> None:
         parallel = self._parallel = strategy.model_parallel
         named = dict(strategy.module.named_parameters())
-        self.rank = parallel.tensor_rank if parallel else 0
+        self.rank = parallel.part_rank if parallel else 0
         cuts = parallel.cuts if parallel else {}
         self.cuts = {name: cuts[name] for name in named if name in cuts}
         self.shapes = {n: self.cuts[n].whole_shape(p) if n in self.cuts else tuple(p.shape) for n, p in named.items()}
@@ -46,7 +47,7 @@ class OwnParts:
         return cut.ranges.index(cut.ranges[self.rank]) if cut else 0
 
     def is_saved_here(self, name: str) -> bool:
-        return self.owner(name) == self.rank
+        return self._parallel is None or self._parallel.is_owner(name)
 
     def key(self, name: str) -> str:
         """What stands for this rank's part of a parameter in the keys of a checkpoint."""

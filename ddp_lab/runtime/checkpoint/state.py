@@ -85,7 +85,9 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
         for name, value in strategy.updating_optimizer.state.get(piece.tensor, {}).items():
             if is_elementwise(name, value, piece.tensor):
                 tensors[f"optimizer/{name}/{key}"] = flat(strategy, value)[start:end]
-            elif parts.rank == piece.start + start == 0:  # the same on every rank that holds some of the parameter
+            elif piece.start + start == 0 and not (
+                parts.rank and piece.name in parts.cuts
+            ):  # the same on every rank that holds some of the parameter
                 tensors[f"optimizer_count/{name}/{piece.name}/0"] = value.detach().view(1)
     if strategy.group_rank == parts.rank == 0:  # of each stage
         buffers = persistent_buffers(strategy.module)
@@ -103,12 +105,16 @@ def own_share(
 ) -> list[tuple[Piece, int, int]]:
     """Which elements of which pieces this rank saves: its share of what its replicas hold too, or all ranks."""
     pieces = [piece for piece in pieces if parts.is_saved_here(piece.name)]
-    lengths = [strategy.on_this_rank(piece.tensor).numel() for piece in pieces]
-    if component in strategy.saves_shards_of:
-        rank, size = strategy.replica, strategy.replicas
-    else:
-        rank, size = strategy.group_rank, strategy.group_size
-    return [(pieces[index], start, end) for index, start, end in share(lengths, rank, size)]
+    by_tensor = {piece.tensor: piece for piece in pieces}
+    is_shard = component in strategy.saves_shards_of
+    found = []
+    for group, tensors in strategy.by_group(by_tensor):
+        rank, size = (
+            (strategy.replica, strategy.replicas) if is_shard else (dist.get_rank(group), dist.get_world_size(group))
+        )
+        lengths = [strategy.on_this_rank(tensor).numel() for tensor in tensors]
+        found += [(by_tensor[tensors[index]], start, end) for index, start, end in share(lengths, rank, size)]
+    return found
 
 
 def flat(strategy: Strategy, tensor: Tensor) -> Tensor:

@@ -42,18 +42,18 @@ class Samples:
 
 
 def build(config: RunConfig) -> Workload:
-    """Workload `sample-lm`, or `hub` with task causal-lm. Collective.
+    """Workload `sample-lm` or `sample-moe`, or `hub` with task causal-lm. Collective.
 
     Raises:
         UserError: on every rank: model or data cannot be loaded, or do not fit.
     """
     read_no_masks()
-    return _built_in(config) if config.workload == "sample-lm" else _from_hub(config)
+    return _from_hub(config) if config.workload == "hub" else _built_in(config)
 
 
 def _built_in(config: RunConfig) -> Workload:
     if config.model or config.dataset:
-        raise UserError("--model and --dataset go with --workload hub, not sample-lm")
+        raise UserError("--model and --dataset go with --workload hub, not " + config.workload)
 
     def read() -> tuple[tuple[list[str], list[str]], str]:
         texts = prose.documents()
@@ -77,22 +77,24 @@ def sample_length(config: RunConfig) -> int:
 
 @during(BUILDING)
 def sample_model(config: RunConfig) -> nn.Module:
-    """The model of `sample-lm`: a Llama of 1.9 M parameters, with tied embeddings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """The model of `sample-lm`, a Llama of 1.9 M parameters, or of `sample-moe`, a Mixtral; with tied embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=256,
-            intermediate_size=704,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            vocab_size=SAMPLE_VOCABULARY,
-            max_position_embeddings=max(sample_length(config), LONGEST_BY_DEFAULT),
-            initializer_range=0.06,  # not 0.02: so it learns within tens of steps
-            tie_word_embeddings=True,
-            use_cache=False,
-        )
-    )
+    both: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": SAMPLE_VOCABULARY,
+        "max_position_embeddings": max(sample_length(config), LONGEST_BY_DEFAULT),
+        "initializer_range": 0.06,  # not 0.02: so it learns within tens of steps
+        "tie_word_embeddings": True,
+        "use_cache": False,
+    }
+    if config.workload != "sample-moe":
+        return LlamaForCausalLM(LlamaConfig(intermediate_size=704, **both))
+    both |= {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    both |= {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    return MixtralForCausalLM(MixtralConfig(intermediate_size=320, **both))
 
 
 def _from_hub(config: RunConfig) -> Workload:

@@ -17,6 +17,7 @@ WORKLOADS = {
     "sample": "13 M-parameter Llama classifier, random weights, on built-in reviews; no download",
     "digits": "small CNN with BatchNorm on scikit-learn's 1797 images of digits; no download, the first to try",
     "sample-lm": "1.9 M-parameter Llama language model, random weights, on prose from Python itself; no download",
+    "sample-moe": "the same with 8 experts a layer instead of its MLP, of which each token gets 2: 4.7 M parameters",
     "hub": "--model and --dataset, for --task classification or causal-lm",
     "yelp": "SmolLM2-360M-Instruct on Yelp reviews from the hub, or --model and --dataset",
     "smollm2-360m": "SmolLM2-360M's architecture, random weights, on built-in reviews; no download",
@@ -28,6 +29,7 @@ WORKLOADS = {
     "transformer-2.7b": "d_model/d_ff/layers/heads 2560/10240/32/32, random tokens",
 }
 """By name, a sentence for `--help`, in display order."""
+BUILT_IN_LANGUAGE = ("sample-lm", "sample-moe")
 
 
 def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:
@@ -41,9 +43,9 @@ def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:
         workload = "hub" if config.model or config.dataset else "sample-lm"
     elif workload == AUTO:
         workload = "yelp" if has_gpu or config.model or config.dataset else "sample"
-    if workload == "sample-lm":
+    if workload in BUILT_IN_LANGUAGE:
         task = CAUSAL_LM
-    if task == CAUSAL_LM and workload not in ("sample-lm", "hub"):
+    if task == CAUSAL_LM and workload not in (*BUILT_IN_LANGUAGE, "hub"):
         raise UserError(f"--task causal-lm goes with --workload hub or sample-lm, not {workload}")
     for name in ("sequence_length", "streaming"):
         if getattr(config, name) and task != CAUSAL_LM:
@@ -96,7 +98,7 @@ def _named(config: RunConfig) -> "Workload":
         from ddp_lab.runtime.data import own
 
         return own.build(config)
-    if config.workload == "sample-lm" or (config.workload == "hub" and config.task == CAUSAL_LM):
+    if config.workload in BUILT_IN_LANGUAGE or (config.workload == "hub" and config.task == CAUSAL_LM):
         from ddp_lab.runtime.data import causal_lm
 
         return causal_lm.build(config)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from ddp_lab.runtime.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
+from ddp_lab.runtime.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, Mesh
 from ddp_lab.runtime.settings.field import flag
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1 = PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
@@ -82,6 +82,11 @@ class MeshSettings:
     def cuts_tokens(self) -> bool:
         """Whether ranks see parts of the same samples."""
         return self.degree(CONTEXT) > 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the mesh says over which ranks experts are cut, perhaps over one."""
+        return bool(self.mesh) and EXPERT in Mesh.parse(str(self.mesh)).degrees
 
     def degree(self, dimension: str) -> int:
         """Of the mesh along a dimension; 1 without it."""

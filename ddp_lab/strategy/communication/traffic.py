@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ddp_lab.runtime.mesh import CONTEXT, DATA, DATA_DIMENSIONS, SHARD, Mesh
+from ddp_lab.runtime.mesh import CONTEXT, DATA, DATA_DIMENSIONS, EXPERT, SHARD, Mesh
 from ddp_lab.strategy.accounting import EVERYONE, Collective
 
 
@@ -19,6 +19,8 @@ def dimension_name(collective: Collective, mesh: Mesh) -> str:
     dimension = collective.dimension
     if dimension not in ("", EVERYONE):
         return dimension
+    if EXPERT in mesh.degrees and collective.group_size == 1:  # an expert that one rank holds
+        return DATA
     if dimension == "" and SHARD in mesh.degrees and collective.group_size < mesh.data_size * mesh.degree(CONTEXT):
         return SHARD
     names = [name for name, degree in mesh.degrees.items() if degree > 1 and (dimension or name in sharing)]

@@ -86,13 +86,14 @@ def test_dimensions_of_groups() -> None:
         ("replicate=2,shard=4,pp=2", 4),
         ("pp=2,tp=8", 1),
         ("shard=2,cp=4,tp=2", 8),
+        ("dp=2,ep=4", 8),
     ):
         assert sharding_ranks({"config": {"mesh": text}, "world_size": 16}) == ranks
     of_two = record_of_eight_steps("x", 1.0)
     for text in ("dp", "dp=3"):
         with pytest.raises(UserError, match=r"config\.mesh: "):
             checked(of_two | {"config": of_two["config"] | {"mesh": text}}, "r")
-    assert set(DATA_DIMENSIONS) == {"dp", "replicate", "shard"}
+    assert set(DATA_DIMENSIONS) == {"dp", "replicate", "shard", "ep"}
 
 
 DP, TP = "ranks 0,2", "ranks 0,1"

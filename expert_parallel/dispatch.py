@@ -1,0 +1,98 @@
+"""Tokens go to the ranks that hold their experts, and come back.
+
+Each rank has its own tokens and some of the experts, as many as every other. For each layer:
+- Ranks tell each other how many tokens go to each expert: an all-to-all of counts. The host waits for these, since it
+  must know how long the messages are. On a GPU this is one wait for each layer and forward pass.
+- An all-to-all takes each token to the ranks of its experts, once for each expert. It is in the order of experts, and
+  what arrives is sorted by expert again, so that each expert multiplies one block of rows.
+- Another all-to-all takes the rows back, where they are put in order, weighted and added up.
+
+Backward is the same two all-to-alls in reverse. Counts are known by then. A rank without tokens, or with experts that
+nobody chose, takes part with no rows (Lepikhin et al., 2020, "GShard").
+
+A token that k experts get is sent k times: T tokens of H features make k T rows of H features, there and back.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Compute = Callable[[Tensor, Sequence[int]], Tensor]
+"""Experts of rows (rows, features) that are sorted by expert, and the number of rows of each expert."""
+
+
+class Exchange(torch.autograd.Function):
+    """The first `sent[0]` rows go to rank 0, the next `sent[1]` to rank 1, and so on; what comes is in that order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.lengths, ctx.group = (sent, received), group
+        return exchanged(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received = ctx.lengths
+        return exchanged(gradient, received, sent, ctx.group), None, None, None
+
+
+def exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+def through_experts(
+    hidden: Tensor, chosen: Tensor, weights: Tensor, experts: int, compute: Compute, group: dist.ProcessGroup
+) -> tuple[Tensor, int]:
+    """What the experts of all ranks make of this rank's tokens. Collective.
+
+    Args:
+        hidden: (tokens, features).
+        chosen: For each token the numbers of its experts, (tokens, k); `experts`: none.
+        weights: Of their outputs, (tokens, k).
+        experts: Of all ranks. Rank r holds the r-th part of them, in order.
+
+    Returns:
+        The weighted sums, (tokens, features); bytes of the rows that this rank has sent and got back.
+    """
+    places = chosen.flatten()
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=hidden.device)
+    counts = counts.scatter_add_(0, places, torch.ones_like(places))[:-1]
+    sent, arriving = exchange_counts(counts, group)
+    received, lengths = [sum(of_rank) for of_rank in arriving], [sum(of_one) for of_one in zip(*arriving, strict=True)]
+    order = places.argsort(stable=True)[: sum(sent)]
+    arrived = Exchange.apply(hidden[order // chosen.shape[1]], sent, received, group)
+    by_expert = sorted_by_expert(arriving, hidden.device)
+    made = compute(arrived[by_expert], lengths)[by_expert.argsort()]
+    back = Exchange.apply(made, received, sent, group)
+    rows = back.new_zeros(len(places), hidden.shape[1]).index_copy(0, order, back)
+    summed = (rows.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    return summed.to(hidden.dtype), sum(sent) * hidden.shape[1] * (hidden.itemsize + back.itemsize)
+
+
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[list[int]]]:
+    """For each rank, how many rows go there, and how many come from there for each expert of this rank. Collective.
+
+    Args:
+        counts: Rows of this rank for each expert of all ranks.
+    """
+    size, others = dist.get_world_size(group), torch.empty_like(counts)
+    dist.all_to_all_single(others, counts, group=group)
+    own, arriving = torch.stack([counts, others]).view(2, size, -1).tolist()  # the one wait for the device
+    return [sum(of_rank) for of_rank in own], arriving
+
+
+def sorted_by_expert(arriving: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """The order in which rows that have come by rank, and of each rank by expert, are sorted by expert alone, those of
+    one expert still by rank. `arriving`: for each rank, the rows for each expert."""
+    lengths = [length for of_rank in arriving for length in of_rank]
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    count = len(arriving[0])
+    places = [slice(starts[i], starts[i + 1]) for expert in range(count) for i in range(expert, len(lengths), count)]
+    numbers = torch.arange(starts[-1])
+    return torch.cat([numbers[place] for place in places]).to(device, non_blocking=True)

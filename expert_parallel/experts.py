@@ -1,0 +1,75 @@
+"""The experts of one rank: each a gated MLP, `down(act(gate(x)) * up(x))`, and a product for all of them at once.
+
+Rows are sorted by expert. On a GPU that can, one kernel multiplies each block of rows with the weight of its expert
+(`torch.nn.functional.grouped_mm`). On a CPU a loop does. An expert without rows gets a gradient of zeros, not none.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+GROUPED_FROM = (8, 0)
+"""The first compute capability that has the kernel."""
+
+
+class Experts(nn.Module):
+    """
+    Args:
+        gate_up: (experts of this rank, 2 x inner, features): first the gates.
+        down: (experts of this rank, features, inner).
+        activation: Of the gates.
+        ranks: Over how many ranks experts are cut.
+        through: Calls `compute` on rows of all ranks, with what forward was given (`parallelize`).
+    """
+
+    def __init__(
+        self,
+        gate_up: nn.Parameter,
+        down: nn.Parameter,
+        activation: Callable[[Tensor], Tensor],
+        ranks: int,
+        through: Callable[..., Tensor],
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up, down
+        self._activation, self._ranks, self._through = activation, ranks, through
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Collective. `hidden`: (tokens, features); `chosen`, `weights`: (tokens, k), the experts of each token."""
+        return self._through(hidden, chosen, weights, self.compute, self._ranks * len(self.gate_up_proj))
+
+    def compute(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
+        """(rows, features), the first `lengths[0]` of them for this rank's first expert, and so on."""
+        gate_up, down = (Shared.apply(weight, self._ranks) for weight in (self.gate_up_proj, self.down_proj))
+        gate, up = products(rows, gate_up, lengths).chunk(2, -1)
+        return products(self._activation(gate) * up, down, lengths)
+
+
+class Shared(torch.autograd.Function):
+    """A weight that tokens of so many ranks reach: the gradient has come from all of them, each with its loss as if
+    gradients were then averaged over all ranks. They are averaged over fewer, so the sum is divided here."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
+def products(rows: Tensor, weights: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Rows of each expert times its weight. Shapes: (rows, inputs), (experts, outputs, inputs) to (rows, outputs)."""
+    if rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= GROUPED_FROM:
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights.dtype
+        ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        transposed = weights.to(dtype).transpose(-2, -1)
+        return functional.grouped_mm(rows.to(dtype), transposed, offs=ends.to(rows.device, non_blocking=True))
+    pairs = zip(rows.split(list(lengths)), weights.unbind(), strict=True)
+    return torch.cat([functional.linear(own, weight) for own, weight in pairs])

@@ -1,0 +1,121 @@
+"""Training with experts over ranks against one process: routing, losses, norms, gradients, parameters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tensor_parallel
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import Mesh
+from tests.models import MIXTURE, build, make_batch
+from tests.parity import TOLERANCE, Split, assert_parity, global_batch, joined, oracle
+from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.ranks import RankPool
+from tests.tables import each_row
+from tests.tensor_parallel.meshes import trained
+
+ONE_EACH: list[Split] = [[[2], [1], [1], [2]], [[1], [2], [2], [1]], [[2], [2], [1], [1]]]
+UNEVEN: list[Split] = [[[2, 1], [1], [1, 1], [2]], [[1], [2, 2], [], [1, 1]], [[2, 1], [2, 1], [1], []]]
+"""For each of four ranks the micro-batches of three steps. Some have none."""
+
+
+def routes(module: nn.Module) -> list[Tensor]:
+    """Filled by each forward pass: for each layer the experts of each token, (tokens, k)."""
+    seen: list[Tensor] = []
+    for _, part in module.named_modules():
+        if hasattr(part, "gate") and hasattr(part, "experts"):
+            part.gate.register_forward_hook(lambda _, __, output: seen.append(output[2]))
+    return seen
+
+
+def train(mesh: str, choice: str, model: str, steps: list[Split], options: dict[str, Any]) -> dict[str, Any]:
+    with strategy_in_pipeline(mesh, choice, model, **options) as strategy:
+        seen = routes(strategy.module)
+        result = trained(strategy, model, steps, clip=0.5)
+        result["routes"] = seen[: len(seen) // len(steps)]
+        of_experts = {n for n, p in strategy.module.named_parameters() if p in strategy.of_experts}
+        kept = {} if "parameters" in strategy.shards else dict(strategy.module.named_parameters())
+        result["own_state"] = {name: one for name, one in kept.items() if name not in of_experts}
+        with torch.no_grad():
+            result["own_loss"] = strategy(**make_batch(model, 4, 7)).loss.item()
+        return result
+
+
+def check(ranks: RankPool, mesh: str, choice: str, model: str, steps: list[Split], options: dict[str, Any]) -> None:
+    size, uneven = Mesh.parse(mesh).size, steps is UNEVEN
+    steps = [split[:size] for split in steps]
+    results = ranks.run(size, train, mesh, choice, model, steps, options)
+    expected = oracle(model, steps, "sgd", 0.5)
+    assert_parity(results, expected, TOLERANCE["sgd"])
+    module = build(model)
+    seen = routes(module)
+    module(**joined(global_batch(model, steps[0], 0)))
+    if not uneven:
+        for layer, wanted in enumerate(seen):
+            own = [result["routes"][layer] for result in results]
+            assert torch.equal(torch.cat(own), wanted), "tokens go to other experts than in one process"
+    module.load_state_dict(expected["state"])
+    with torch.no_grad():
+        answer = module.eval()(**make_batch(model, 4, 7))
+    term = 0 if answer.aux_loss is None else MIXTURE["router_aux_loss_coef"] * answer.aux_loss
+    assert abs(results[0]["own_loss"] - (answer.loss - term)) < 1e-4
+
+
+@each_row(
+    "mesh, choice, model, steps, options",
+    [
+        ("ep=2", "simple_ddp", "lm, mixtral", ONE_EACH, {}),
+        ("dp=2,ep=2", "simple_ddp", "lm, mixtral", ONE_EACH, {}),
+        ("ep=2", "simple_ddp", "lm, qwen", ONE_EACH, {}),
+        ("dp=2,ep=2", "simple_ddp", "lm, mixtral", UNEVEN, {}),
+        ("dp=2,ep=1", "zero2", "lm, mixtral", UNEVEN, {}),
+        ("ep=4", "zero1", "lm, mixtral", UNEVEN, {}),
+        ("dp=2,ep=2", "zero2", "lm, qwen", ONE_EACH, {"activation_checkpointing": "block"}),
+        ("dp=2,ep=2", "zero3", "lm, mixtral", ONE_EACH, {}),
+        ("dp=2,ep=2", "zero3", "lm, mixtral, no term", UNEVEN, {"activation_checkpointing": "block"}),
+        ("dp=2,ep=2", "zero3", "lm, mixtral", UNEVEN, {}),
+    ],
+)
+def test_experts_over_ranks(
+    ranks: RankPool, mesh: str, choice: str, model: str, steps: list[Split], options: dict[str, Any]
+) -> None:
+    check(ranks, mesh, choice, model, steps, options)
+
+
+def refused(mesh: str, choice: str, model: str) -> str:
+    try:
+        with strategy_in_pipeline(mesh, choice, model):
+            return ""
+    except UserError as error:
+        return str(error)
+
+
+@each_row(
+    "mesh, choice, model, message",
+    [
+        ("ep=2", "zero1", "lm, llama", "LlamaForCausalLM has no experts that are known here"),
+        ("ep=3", "zero1", "lm, mixtral", "model.layers.0.mlp has 8 experts; take an ep that divides them"),
+    ],
+)
+def test_models_that_are_refused(ranks: RankPool, mesh: str, choice: str, model: str, message: str) -> None:
+    for answer in ranks.run(Mesh.parse(mesh).size, refused, mesh, choice, model):
+        assert message in answer
+
+
+@each_row(
+    "settings, message",
+    [
+        ({"mesh": "ep=2,tp=2"}, "ep goes with dp alone so far"),
+        ({"mesh": "shard=2,ep=2"}, "ep goes with dp alone so far"),
+        ({"mesh": "ep=2", "compress": "int8"}, "must be without ep, or without --compile, --compress"),
+        ({"mesh": "ep=2", "loss_chunks": 2}, "must be without ep"),
+        ({"mesh": "ep=2", "choice": "tp"}, "take simple_ddp, zero1, zero2 or zero3"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config = RunConfig.of(**{"choice": "simple_ddp"} | settings)
+        tensor_parallel.load(config.choice).supports.require_mesh(Mesh.parse(str(config.mesh)))

@@ -1,0 +1,46 @@
+"""What ranks of ep announce is what they issue: counted at the process groups."""
+
+from typing import Any
+
+from ddp_lab.runtime.mesh import Mesh
+from tests.models import make_batch
+from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.ranks import RankPool
+from tests.tables import each_row
+from tests.traffic import Totals, announced, counted
+
+
+def one_step(mesh: str, choice: str, model: str, micro_batches: int, options: dict[str, Any]) -> tuple[Totals, Totals]:
+    """Of the second step: announced, and issued in all groups."""
+    with strategy_in_pipeline(mesh, choice, model, **options) as strategy:
+        for step in range(2):
+            with counted() as issued:
+                strategy.zero_grad()
+                seeds = [100 * strategy.group_rank + 10 * step + index for index in range(micro_batches)]
+                strategy.forward_backward([make_batch(model, 3, seed) for seed in seeds])
+                strategy.clip_grad_norm_(1.0)
+                strategy.step()
+                strategy.finish_parameter_synchronization()
+        return announced(strategy, micro_batches, clips=True), issued
+
+
+@each_row(
+    "mesh, choice, model, micro_batches, options",
+    [
+        ("ep=2", "simple_ddp", "lm, mixtral", 1, {"precision": "bf16"}),
+        ("dp=2,ep=2", "zero3", "lm, mixtral", 2, {"activation_checkpointing": "block"}),
+        ("dp=2,ep=2", "zero1", "lm, mixtral, no term", 2, {}),
+    ],
+)
+def test_announced_is_issued(
+    ranks: RankPool, mesh: str, choice: str, model: str, micro_batches: int, options: dict[str, Any]
+) -> None:
+    found = ranks.run(Mesh.parse(mesh).size, one_step, mesh, choice, model, micro_batches, options)
+    for wanted, issued in found:
+        assert {kind: calls for kind, (calls, _) in issued.items()} == {kind: n for kind, (n, _) in wanted.items()}
+        assert all(issued[kind] == wanted[kind] for kind in wanted if kind[0] != "all_to_all")
+    rows = [
+        [sum(n for kind, (_, n) in one.items() if kind[0] == "all_to_all") for one in each]
+        for each in zip(*found, strict=True)
+    ]
+    assert sum(rows[0]) == sum(rows[1]), "rows that all ranks send"
