@@ -28,7 +28,7 @@ def test_ranks_and_coordinates(given_degrees: dict[str, int]) -> None:
 @each_row(
     "text, wanted",
     [
-        ("dp2", "'dp2' is none of dp, replicate, shard, pp, cp, tp"),
+        ("dp2", "'dp2' is none of dp, replicate, shard, ep, pp, cp, tp"),
         ("dp=0", "dp must be a whole number of ranks, at least 1"),
         ("dp=2,dp=2", "dp is there twice"),
         ("tp=2,dp=2", "dp must stand before tp"),
