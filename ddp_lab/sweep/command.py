@@ -18,7 +18,7 @@ from ddp_lab.analysis.errors import TraceError
 from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.data.found import require_found
-from ddp_lab.runtime.data.workloads import WORKLOADS, resolve_workload
+from ddp_lab.runtime.data.workloads import WORKLOADS, import_libraries, resolve_workload
 from ddp_lab.runtime.early import BATCH
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
@@ -196,6 +196,8 @@ def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
         from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds
 
         refusals = {label: runs.refusal(label) for label in refusals}
+        if not runs.on_gpu:  # ranks are forked
+            import_libraries(resolve_workload(runs.config(runs.names()[0]), has_gpu=False))
     labels = [label for label, refusal in refusals.items() if not refusal]
     state.planned = len(labels) * passes
     if resumes:

@@ -93,6 +93,12 @@ def build_workload(config: RunConfig) -> "Workload":
     return workload
 
 
+def import_libraries(config: RunConfig) -> None:
+    """Import what takes longest of what `build_workload` needs, so that forked ranks have it."""
+    if config.workload not in ("digits", "mlp") and not is_own(config.workload):
+        from transformers import PreTrainedModel, PreTrainedTokenizerFast, masking_utils  # noqa: F401
+
+
 def _named(config: RunConfig) -> "Workload":
     if is_own(config.workload):
         from ddp_lab.runtime.data import own
