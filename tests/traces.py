@@ -85,7 +85,7 @@ def ahead_trace(rank: int = 0) -> dict[str, Any]:
     exposed 200. The first has 100 idle (from t+300 on). Its copy came before it; that of the second step begins while
     the first's all-reduce runs, until 1300, and is exposed from 1300 to 1350. Idle in the second: 50, then 100.
     """
-    events = [event("kernel", "gemm", 0, 400, tid=7, stream=7, correlation=99)]
+    events = [event("kernel", "gemm", 0, 400, tid=7, stream=7, correlation=0)]
     for number in range(3):
         host, t = 100.0 * number, 400 + 1000.0 * number
         events.append(event("user_annotation", f"ProfilerStep#{number + 5}", host, 99))

@@ -120,7 +120,7 @@ def report_on_window(
 
     with long_work(f"reading traces of {choice}{place and ', '}{place}", len(window.files)) as tell:
         analysis = analyse_window(window, include_last_step, multiprocessing, lambda rank: tell(""))
-    for problem in analysis.problems:
+    for problem in [*analysis.problems, *analysis.doubts]:
         print(f"warning: {problem}", file=sys.stderr)
     if analysis.problems:
         used = listed([timeline.rank for timeline in analysis.timelines])

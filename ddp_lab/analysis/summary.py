@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context as multiprocessing_context
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pandas as pd
 
 from ddp_lab.analysis.errors import TraceError, listed
 from ddp_lab.analysis.mesh import mesh_of
+from ddp_lab.analysis.metrics.agreement import disagreements
 from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.analysis.metrics.exposure import Exposure, exposure
 from ddp_lab.analysis.metrics.holistic import holistic_figures
@@ -46,6 +47,8 @@ class WindowAnalysis:
         record: The run record that belongs to the window; None for foreign traces.
         problems: What of the run cannot be used, a sentence each. A window with problems is incomplete, and has no
             figures that compare ranks.
+        doubts: A line for each trace with something wrong in it, and for ranks that do not fit together
+            (`traces.checks`, `metrics.agreement`).
     """
 
     window: Window
@@ -56,6 +59,7 @@ class WindowAnalysis:
     passes: pd.DataFrame
     record: dict[str, Any] | None
     problems: list[str]
+    doubts: list[str]
 
     @property
     def kind_sentence(self) -> str:
@@ -97,6 +101,8 @@ def analyse_window(
         problems.append(f"no trace of rank {listed(missing)}; copy the missing files here, or profile again")
     is_complete, mesh = not (problems or absent), mesh_of(record)
     exposed = exposure(timelines, is_complete, mesh)
+    doubts = [f"{each.path}: {'; '.join(each.notes)}" for each in timelines if each.notes]
+    doubts += disagreements(timelines, exposed) if is_complete else []
     rows = [summary_row(timeline, figures[timeline.rank]) | memory_row(record, timeline.rank) for timeline in timelines]
     return WindowAnalysis(
         window=window,
@@ -107,6 +113,7 @@ def analyse_window(
         passes=pipelines(timelines, exposed.clocks, mesh if is_complete else None),
         record=record,
         problems=problems,
+        doubts=doubts,
     )
 
 
@@ -141,7 +148,11 @@ def read_rank(path: Path, rank: int, include_last_step: bool) -> RankTimeline | 
         said = trace.info.get("rank")
         if OWN_NAME.match(path.name) and rank_in_path(path) is not None and said not in (None, rank):
             return f"{path}: the file says that it is of rank {said}; its name says rank {rank}"
-        return build_timeline(trace, rank, include_last_step)
+        timeline = build_timeline(trace, rank, include_last_step)
+        if type(said) is int and said != rank:
+            other = f"the file says that it is of rank {said}, as another does; by its name it counts as rank {rank}"
+            return replace(timeline, notes=[other, *timeline.notes])
+        return timeline
     except TraceError as error:
         return str(error)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # in foreign files

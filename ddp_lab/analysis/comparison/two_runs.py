@@ -109,8 +109,9 @@ def load(path: Path) -> Run:
     if not leaves_traces(record):
         return Run(record, None)
     analysis = analyse_window(last_window(path.parent, record["run_id"]))
-    for problem in analysis.problems:
-        print(f"warning: {problem}; so run {record['run_id']} has no figures of traces", file=sys.stderr)
+    no_figures = f"; so run {record['run_id']} has no figures of traces"
+    for said in [*(problem + no_figures for problem in analysis.problems), *analysis.doubts]:
+        print(f"warning: {said}", file=sys.stderr)
     return Run(record, None if analysis.problems else keep(analysis))
 
 

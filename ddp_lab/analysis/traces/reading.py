@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.traces.gloo_operators import with_paced_names
@@ -80,15 +81,18 @@ class RankTrace:
         info: The file's `distributedInfo`: backend, rank, world_size, pg_config; empty where there is none.
         events: Events with a duration, in order of start. Columns cat, name, pid, tid (text), start, end
             (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN),
-            launcher (process and thread that did) and args (a dict, of collectives only; else None). A trace with
-            device events keeps only those operators of the host that issue collectives.
-        left_out: Number of events without a usable time.
+            launcher (process and thread that did), is_unlaunched (its launch is not there, though it is no earlier than
+            others that are) and args (a dict, of collectives only; else None). A trace with device events keeps only
+            those operators of the host that issue collectives.
+        unseen: When kernels were launched that are not in the trace, in us.
+        notes: A sentence for each kind of event that was left out.
     """
 
     path: Path
     info: dict[str, Any]
     events: pd.DataFrame
-    left_out: int
+    unseen: NDArray[np.float64]
+    notes: list[str]
 
 
 def read_trace(path: Path) -> RankTrace:
@@ -115,10 +119,10 @@ def parse_trace(data: bytes | bytearray, path: Path) -> RankTrace:
     gives_work = any(category.endswith(LAUNCH_CATEGORIES) for category in categories)
     if not categories & DEVICE_CATEGORIES and (gives_work or any(_is_nccl(event) for event in file.traceEvents)):
         raise TraceError(f"{path}: shows what was launched on a device, but not what ran there; profile the device too")
-    events, left_out = _table(file.traceEvents)
+    events, unseen, notes = _table(file.traceEvents)
     if events.empty:
         raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
-    return RankTrace(path, info, events, left_out)
+    return RankTrace(path, info, events, unseen, notes)
 
 
 def read_bytes(path: Path) -> bytearray:
@@ -184,8 +188,8 @@ def _is_nccl(event: _Event) -> bool:
     return isinstance(event.name, str) and event.name.startswith(("nccl:", "rccl:", "record_param_comms"))
 
 
-def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
-    """The table `RankTrace.events`, and how many events have no usable time."""
+def _table(events: list[_Event]) -> tuple[pd.DataFrame, NDArray[np.float64], list[str]]:
+    """Of a `RankTrace` the events, what is unseen and the notes."""
     complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
     on_device = any(event.cat in DEVICE_CATEGORIES for event in complete)
     kept: list[_Event] = []
@@ -200,6 +204,8 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
             kept.append(event)
     device = [_device_arguments(event) if event.cat in DEVICE_CATEGORIES else None for event in kept]
     launches = [None if of is None else launched.get(of.correlation) for of in device]
+    seen, first = {of.correlation for of in device if of}, min(launched, default=0)
+    unseen = [by.ts for link, by in launched.items() if link not in seen and "LaunchKernel" in by.name]
     frame = pd.DataFrame(
         {
             "cat": [event.cat for event in kept],
@@ -211,13 +217,24 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
             "stream": ["" if of is None else _clean(str(of.stream)) for of in device],
             "launch": _numbers([None if by is None else by.ts for by in launches]),
             "launcher": ["" if by is None else f"{by.pid} {by.tid}" for by in launches],
+            "is_unlaunched": [of is not None and (of.correlation is None or of.correlation >= first) for of in device],
             "args": [_arguments(event) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
         }
     )
+    frame["is_unlaunched"] &= frame["launch"].isna()
+    negative = frame["end"] < 0
     frame["end"] += frame["start"]
-    usable = np.isfinite(frame["start"]) & np.isfinite(frame["end"]) & (frame["end"] >= frame["start"])
-    frame = frame[usable].sort_values("start", kind="stable").reset_index(drop=True)
-    return frame, int((~usable).sum())
+    usable = np.isfinite(frame["start"]) & np.isfinite(frame["end"]) & ~negative
+    notes = [
+        f"events {what} are left out ({count}), so what they lasted is in no figure"
+        for what, count in (("of negative duration", negative.sum()), ("without a time", (~usable & ~negative).sum()))
+        if count
+    ]
+    return (
+        frame[usable].sort_values("start", kind="stable").reset_index(drop=True),
+        np.array(_numbers(unseen)),
+        notes,
+    )
 
 
 @lru_cache(maxsize=10_000)

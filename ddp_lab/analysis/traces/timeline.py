@@ -7,6 +7,7 @@ the training thread spends blocked in a collective belongs to no operator, so it
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.traces.checks import of_timeline, with_launches, without_early
 from ddp_lab.analysis.traces.collectives import gloo_collectives, only_group
 from ddp_lab.analysis.traces.intervals import Intervals
 from ddp_lab.analysis.traces.nccl import device_collectives
@@ -46,7 +48,7 @@ class RankTimeline:
             which the host issued it; NaN if unknown). All that the analysed steps issued, and all that ran beside it.
         collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
             dtype, stream, issued, made_of (`2 scatters`; empty for calls by themselves).
-        left_out: Number of events that had no usable time.
+        notes: A sentence for each thing that is wrong with the trace, and what that does to the figures.
     """
 
     rank: int
@@ -57,7 +59,7 @@ class RankTimeline:
     phases: pd.DataFrame
     kernels: pd.DataFrame
     collectives: pd.DataFrame
-    left_out: int = 0
+    notes: Sequence[str] = ()
 
     @cached_property
     def windows(self) -> Intervals:
@@ -95,14 +97,20 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     """
     path, info = trace.path, trace.info
     steps = profiler_steps(trace.events, path)
-    events, absurd = without_absurd(trace.events, steps)
+    notes = [*trace.notes]
+    events = trace.events
+    for mended in (lambda found: without_absurd(found, steps), with_launches, without_early):
+        events, said = mended(events)
+        notes += said
+    profiled = steps
     if not include_last_step and len(steps) > 1:
         steps = steps.iloc[:-1]
     world_size = info.get("world_size")
     world_size = world_size if type(world_size) is int and 0 < world_size <= MOST_RANKS else None
     on_device = events["cat"].isin(DEVICE_CATEGORIES)
     kind = "cuda" if on_device.any() else "cpu"
-    kernels = device_kernels(events[on_device]) if kind == "cuda" else lower_cpu_events(events, steps)
+    operators = on_training_thread(events, steps).iloc[: 0 if kind == "cuda" else None]
+    kernels = device_kernels(events[on_device]) if kind == "cuda" else lower_cpu_events(events, operators)
     begin, end = steps["start"].iloc[0], steps["end"].iloc[-1]
     issued = kernels["launch"].between(begin, end)
     if (steps["end"] <= steps["start"]).any():
@@ -110,6 +118,8 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     if not (issued & (kernels["end"] > kernels["start"])).any():
         raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
     last = device_windows(kernels, steps)[-1, 1] if kind == "cuda" else end
+    if unseen := int(((trace.unseen >= begin) & (trace.unseen <= end)).sum()):
+        notes.append(f"kernels that were launched are not in it ({unseen}), so busy time lacks theirs")
     running = (kernels["start"] < last) & (kernels["end"] > begin)
     collectives = gloo_collectives(events, world_size or 0, only_group(info))
     if kind == "cuda":
@@ -127,21 +137,20 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
         phases=phases[["name", "start", "end"]].reset_index(drop=True),
         kernels=kernels[issued | running].reset_index(drop=True),
         collectives=collectives.reset_index(drop=True),
-        left_out=trace.left_out + absurd,
+        notes=[*notes, *of_timeline(kernels[issued | running], profiled, operators)],
     )
 
 
-def without_absurd(events: pd.DataFrame, steps: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """`events` without those that are longer than twice the time of all profiled steps, or as far away from them.
-
-    Returns:
-        The remaining events, and how many were removed.
-    """
+def without_absurd(events: pd.DataFrame, steps: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """`events` without those that are longer than twice the time of all profiled steps, or as far away from them."""
     first, last = steps["start"].min(), steps["end"].max()
     far = 2 * (last - first) + 1e6
     is_near = events["start"].between(first - far, last + far)
     is_sensible = is_near & (events["end"] - events["start"] <= far)
-    return events[is_sensible], int((~is_sensible).sum())
+    is_odd = (events["launch"] - first).abs() > far
+    events = events.assign(launch=events["launch"].mask(is_odd), is_unlaunched=events["is_unlaunched"] | is_odd)
+    said = f"events far from its steps, or much longer, are left out of all figures ({(~is_sensible).sum()})"
+    return events[is_sensible], [said] if not is_sensible.all() else []
 
 
 def device_kernels(device: pd.DataFrame) -> pd.DataFrame:
@@ -152,15 +161,14 @@ def device_kernels(device: pd.DataFrame) -> pd.DataFrame:
     return device.assign(lane=lane)[KERNEL_COLUMNS]
 
 
-def lower_cpu_events(events: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The same columns for a trace without a device.
-
-    Args:
-        events: Complete events in order of start (`reading.RankTrace`).
-        steps: Their columns pid and tid say which thread trains.
-    """
+def on_training_thread(events: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The operators that compute; the columns pid and tid of `steps` say which thread trains."""
     training_thread = (events["pid"] == steps["pid"].iloc[0]) & (events["tid"] == steps["tid"].iloc[0])
-    operators = events[(events["cat"] == "cpu_op") & training_thread & events["name"].str.match(COMPUTE_OPERATOR)]
+    return events[(events["cat"] == "cpu_op") & training_thread & events["name"].str.match(COMPUTE_OPERATOR)]
+
+
+def lower_cpu_events(events: pd.DataFrame, operators: pd.DataFrame) -> pd.DataFrame:
+    """The same columns for a trace without a device: its events, and those of them that are `on_training_thread`."""
     compute = outermost(operators).assign(lane="compute", stream="compute")
     spans = events[events["name"].str.startswith(GLOO_PREFIX)]
     communication = spans.assign(lane="communication", stream="gloo " + spans["tid"].astype(str))

@@ -68,8 +68,6 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
     ]
     if len(numbers) == 1:
         lines.append("Only one step could be analysed, so it is unknown how much steps differ.")
-    if left_out := sum(timeline.left_out for timeline in analysis.timelines):
-        lines.append(f"{left_out} events without a usable time were left out.")
     sections = [
         *([ranks_section(steps, ranks)] if len(drawn) < len(analysis.summary) else []),
         lanes_section(timelines, numbers[-1], mesh),
@@ -107,7 +105,7 @@ def incomplete(analysis: WindowAnalysis) -> str:
             f"Incomplete: of rank {used} only, so without the figures that compare ranks. "
             f"{'; '.join(analysis.problems)}."
         )
-    return " ".join(lines)
+    return " ".join([*lines, *(f"Doubtful: {doubt}." for doubt in analysis.doubts)])
 
 
 def lanes_section(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None) -> Section:

@@ -1,0 +1,86 @@
+"""What is wrong with the times of a trace, and what that does to the figures.
+
+Each trace is checked once, when its timeline is built. What cannot be is left out or mended, and a sentence says so. A
+kernel that a profiler lost together with its launch leaves no sign, and neither does a shorter one.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+EARLY_US = 100.0
+"""By how much the clocks of device and host may let a kernel begin before its launch, or overtake another."""
+GAP = 0.1
+"""Share of a step that may lie between two: the profiler's own work."""
+OVERLAP = 0.01
+"""Share of a stream's busy time in which kernels may overlap: dependent launches do."""
+
+
+def with_launches(events: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """`events` with a launch for each kernel that lost it: that of the last kernel that began before it."""
+    lost = events["is_unlaunched"].to_numpy()
+    if not lost.any():
+        return events, []
+    known = events[events["launch"].notna()]
+    starts = events.loc[lost, "start"].to_numpy()
+    place = np.searchsorted(known["start"].to_numpy(), starts, side="right") - 1
+    launches = np.append(known["launch"].to_numpy(), np.nan)[place]
+    mended = events.copy()
+    mended.loc[lost, "launch"] = np.where(place < 0, starts, launches)
+    said = f"kernels whose launch is missing ({lost.sum()}) count in the step in which they began to run"
+    return mended, [said]
+
+
+def without_early(events: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """`events` without kernels that begin before their launch; all of them if the device's clock is behind."""
+    by_us = (events["launch"] - events["start"]).to_numpy()
+    early = by_us > EARLY_US
+    count, launched = int(early.sum()), int(events["launch"].notna().sum())
+    if not count:
+        return events, []
+    if 2 * count > launched:
+        said = f"the device's clock is {np.nanmax(by_us) / 1000:.3f} ms or more behind the host's, so idle time of the"
+        return events, [f"{said} first step, and times after backward, are wrong by that"]
+    said = f"kernels that begin before they were launched are left out ({count}), so busy time lacks theirs"
+    return events[~early], [said]
+
+
+def of_timeline(kernels: pd.DataFrame, steps: pd.DataFrame, operators: pd.DataFrame) -> Iterator[str]:
+    """Sentences on one rank.
+
+    Args:
+        kernels: As in a timeline. `steps`: all profiled ones, with the column number.
+        operators: Of the training thread on the host, which nest; empty if a device ran.
+    """
+    for stream, ran in kernels.sort_values("start", kind="stable").groupby("stream"):
+        furthest = np.maximum.accumulate(ran["end"].to_numpy())[:-1]
+        over = np.minimum(furthest, ran["end"].to_numpy()[1:]) - ran["start"].to_numpy()[1:]
+        of_one_graph = ran["launch"].to_numpy()[1:] == ran["launch"].to_numpy()[:-1]
+        over = np.where(of_one_graph, 0, over.clip(0))
+        if over.sum() > OVERLAP * (ran["end"] - ran["start"]).sum():
+            yield (
+                f"kernels of stream {stream} overlap ({(over > 0).sum()} times, by {over.sum() / 1000:.3f} ms in all), "
+                "which one stream cannot: their times add up to more than its busy time"
+            )
+        launched = ran.dropna(subset=["launch"]).sort_values(["launch", "start"], kind="stable")
+        overtaken = int((np.diff(launched["start"]) < -EARLY_US).sum())
+        if overtaken:
+            yield (
+                f"kernels of stream {stream} ran before some that were launched earlier ({overtaken} times): times are "
+                "wrong, and with them the busy and idle time of steps"
+            )
+    instant = int((kernels["end"] <= kernels["start"]).sum())
+    if instant:
+        yield f"kernels that last no time are in it ({instant}), so busy time lacks theirs"
+    ordered = operators.sort_values(["start", "end"], ascending=[True, False], kind="stable")
+    furthest = np.maximum.accumulate(ordered["end"].to_numpy())[:-1]
+    crossed = (ordered["start"].to_numpy()[1:] < furthest - 1) & (ordered["end"].to_numpy()[1:] > furthest + 1)
+    if crossed.any():
+        yield f"operators of one thread begin in another and end after it ({crossed.sum()}), so compute lacks theirs"
+    numbers, starts, ends = (steps[name].to_numpy() for name in ("number", "start", "end"))
+    if (np.diff(numbers) != 1).any():
+        yield f"its steps are {', '.join(map(str, numbers[:12]))}: what lies between counts in the step before"
+    between = (starts[1:] - ends[:-1])[np.diff(numbers) == 1]
+    if between.max(initial=0) > GAP * (ends - starts).mean():
+        yield f"up to {between.max() / 1000:.3f} ms between steps are of none, so figures lack what was launched there"

@@ -1,0 +1,164 @@
+"""What is wrong with a trace is said with what it does to the figures; no figure changes without a word."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddp_lab.analysis.command import main
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces.finding import find_windows
+from tests.tables import each_row
+from tests.traces import cpu_trace, cuda_trace, event, write
+
+Trace = dict[str, Any]
+BEGAN = 1e9
+"""In us: traces of real clocks do not begin at 0."""
+CALL = {
+    "Collective name": "allreduce",
+    "In msg nelems": 1000,
+    "Out msg nelems": 1000,
+    "dtype": "Float",
+    "Group size": 2,
+}
+
+
+def good(kind: str, rank: int) -> Trace:
+    trace = cpu_trace(rank) if kind == "cpu" else cuda_trace(rank, **CALL)
+    if kind == "cuda":
+        trace["traceEvents"].append(event("cuda_runtime", "cudaMemsetAsync", -50, 1, correlation=0))
+    for each in trace["traceEvents"]:
+        each["ts"] += BEGAN
+    return trace
+
+
+def of(trace: Trace, *names: str) -> list[dict[str, Any]]:
+    return [each for each in trace["traceEvents"] if any(name in each["name"] for name in names)]
+
+
+def without(trace: Trace, events: list[dict[str, Any]]) -> None:
+    trace["traceEvents"] = [each for each in trace["traceEvents"] if not any(each is other for other in events)]
+
+
+def shifted(events: list[dict[str, Any]], by: float) -> None:
+    for each in events:
+        each["ts"] += by
+
+
+def launches_of(trace: Trace, name: str) -> list[dict[str, Any]]:
+    links = {each["args"]["correlation"] for each in of(trace, name)}
+    return [each for each in of(trace, "Launch") if each["args"]["correlation"] in links]
+
+
+Change = Callable[[Trace], Any]
+OF_CPU: dict[str, tuple[Change, str]] = {
+    "an operator without time": (lambda t: of(t, "mm")[0].update(ts=None), r"without a time are left out \(1\)"),
+    "an operator across another": (lambda t: shifted(of(t, "mm")[:1], 250), "end after it"),
+    "fewer collectives": (lambda t: without(t, of(t, "allreduce_")[:1] + of(t, "gloo:")[:1]), "1 of rank 0, 0 of"),
+    "another unit": (lambda t: [each.update(ts=each["ts"] * 1e3, dur=each["dur"] * 1e3) for each in of(t, "")], "unit"),
+    "a clock that jumps": (lambda t: shifted([e for e in of(t, "") if e["ts"] > BEGAN + 1500], 400), "the last|apart"),
+}
+OF_DEVICE: dict[str, tuple[Change, str]] = {
+    "a kernel at time 0": (lambda t: of(t, "gemm")[0].update(ts=0, dur=0), r"far from its steps.*\(1\)"),
+    "a kernel before its launch": (lambda t: shifted(of(t, "gemm")[:1], -900), r"before they were launched.*\(1\)"),
+    "a negative kernel": (lambda t: of(t, "gemm")[0].update(dur=-300), r"negative duration are left out \(1\)"),
+    "no launches of NCCL": (lambda t: without(t, launches_of(t, "nccl")), r"whose launch is missing \(3\)"),
+    "no launches": (lambda t: without(t, of(t, "Launch", "Memset")), r"whose launch is missing \(9\)"),
+    "kernels that are lost": (lambda t: without(t, of(t, "add")), r"launched are not in it \(2\)"),
+    "the rank of another": (lambda t: t["distributedInfo"].update(rank=0), "says that it is of rank 0"),
+    "kernels that overlap": (lambda t: of(t, "add")[0].update(dur=2000), "stream 7 overlap"),
+    "a kernel that lasts no time": (lambda t: of(t, "add")[0].update(dur=0), r"last no time are in it \(1\)"),
+    "a kernel overtaken": (lambda t: shifted(of(t, "gemm")[:1], 1200), "launched earlier"),
+    "a device's clock": (lambda t: shifted(of(t, "gemm", "add", "nccl"), -400), "0.350 ms or more behind"),
+    "a step that is missing": (lambda t: of(t, "Step#6")[0].update(name="x"), "same run|steps are 5, 7"),
+    "a gap between steps": (lambda t: of(t, "Step#5")[0].update(dur=500), "0.500 ms between steps"),
+    "another collective": (lambda t: of(t, "nccl")[0]["args"].update({"In msg nelems": 9999}), "kind or size"),
+}
+WRONG = {"cpu": OF_CPU, "cuda": OF_DEVICE}
+
+
+def written(folder: Path, kind: str, change: Callable[[Trace], Any]) -> Path:
+    """Two ranks, of which the second is changed."""
+    for rank in range(2):
+        trace = good(kind, rank)
+        if rank:
+            change(trace)
+        write(folder / f"rank{rank}.pt.trace.json", trace)
+    return folder
+
+
+@each_row(("kind", "case"), [(kind, case) for kind, of_kind in WRONG.items() for case in of_kind])
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, kind: str, case: str) -> None:
+    change, said = WRONG[kind][case]
+    try:
+        doubts = analyse_window(find_windows(written(tmp_path, kind, change))[0]).doubts
+    except TraceError as error:
+        doubts = [str(error)]
+    found = "\n".join(doubts)
+    assert pd.Series(doubts).str.contains(said, regex=True).sum() == 1 and found.count("\n") < 3, found
+
+
+def test_it_is_on_the_page_and_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "profile" / "x", "cuda", OF_DEVICE["no launches of NCCL"][0])
+    assert main("reports", ["--trace-dir", str(tmp_path / "profile" / "x")]) == 0
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    page = (tmp_path / "reports" / "x" / "summary.html").read_text()
+    assert "rank1.pt.trace.json: kernels whose launch is missing (3) count" in said and "Doubtful: " in page
+    table = pd.read_csv(tmp_path / "reports" / "x" / "summary.csv")
+    assert table["collective_calls_per_step"].tolist() == [1, 1] and table["idle_ms"].nunique() == 1
+
+
+def figures(folder: Path) -> tuple[str, list[str]]:
+    analysis = analyse_window(find_windows(folder)[0])
+    tables = [analysis.summary, analysis.exposure.steps]
+    return "".join(table.round(6).to_csv() for table in tables), analysis.problems + analysis.doubts
+
+
+def mutated(kind: str, seed: int) -> Callable[[Trace], Any]:
+    """A change of one event, or of all of a name, to what cannot be."""
+
+    def change(trace: Trace) -> None:
+        chance = random.Random(seed)
+        if chance.random() < 0.2:
+            chance.choice([*WRONG[kind].values()])[0](trace)
+            return
+        one = chance.choice(trace["traceEvents"])
+        some = of(trace, one["name"]) if chance.random() < 0.3 else [one]
+        leaves_no_sign = one["name"].startswith(("aten::", "backward", "cudaMemset"))
+        how = chance.choice(["ts", "dur", "again", *["gone"] * (not leaves_no_sign)])
+        if how == "gone":
+            without(trace, some)
+        elif how == "again":
+            trace["traceEvents"] += json.loads(json.dumps(some))
+        else:
+            values = [None, "x", 1e300, -1e300, -1, 2**70, [], *[0] * (how == "ts" or "aten" not in one["name"])]
+            value = chance.choice(values)
+            for each in some:
+                each[how] = value
+
+    return change
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_no_figure_changes_without_a_word(tmp_path: Path, count: int) -> None:
+    whole = {kind: figures(written(tmp_path / kind, kind, lambda trace: None)) for kind in ("cpu", "cuda")}
+    assert whole["cpu"][1] == whole["cuda"][1] == []
+
+    @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(("cpu", "cuda")), st.integers(0, 2**32))
+    def check(kind: str, seed: int) -> None:
+        try:
+            found, doubts = figures(written(tmp_path / "changed", kind, mutated(kind, seed)))
+        except TraceError as error:
+            assert "\n" not in str(error)
+        else:
+            assert doubts or found == whole[kind][0]
+
+    check()
