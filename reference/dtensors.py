@@ -1,11 +1,13 @@
 """This rank's shards, which FSDP2 cuts along dimension 0 (`DTensor`), and the tensors that they are part of."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from ddp_lab.runtime.errors import UnsupportedError
 
 
 def padded_bytes(tensors: Iterable[Tensor], size: int, dtype: torch.dtype | None = None) -> int:
@@ -35,3 +37,19 @@ def whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
     return tensor.detach().cpu().clone()
+
+
+def require_reducible(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse what FSDP2 would lose. It calls hooks that run after a gradient is there, of shards alone.
+
+    Raises:
+        UnsupportedError: A parameter has no elements, on which its backward would fail, or a hook that it never calls.
+    """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not parameter.numel():
+            raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
+        if parameter._backward_hooks or (parameter._post_accumulate_grad_hooks and not isinstance(parameter, DTensor)):
+            raise UnsupportedError(
+                f"{name} has a gradient hook, which FSDP2 never calls; change gradients between the last micro_batch() "
+                "and step(), or use zero2"
+            )

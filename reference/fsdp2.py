@@ -38,7 +38,7 @@ from ddp_lab.strategy.optimizers import MakeOptimizer, copy_attributes
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.state import require_matching_state, shapes_of
-from reference.dtensors import first_element, local, padded_bytes, whole
+from reference.dtensors import first_element, local, padded_bytes, require_reducible, whole
 from reference.unit_order import UnitOrder
 from sharding.options.placement import Placement
 
@@ -54,9 +54,7 @@ class FSDP2(Strategy):
 
     def replace_parameters(self) -> None:
         """Broadcast rank 0's parameters, then replace them by shards (`DTensor`)."""
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and not parameter.numel():  # FSDP2 would fail in backward
-                raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
+        require_reducible(dict(self.module.named_parameters()))
         broadcast_from_rank0([*map(local, self.module.parameters()), *self.module.buffers()], self.process_group)
         placement = Placement.of(self.options)
         settings: dict[str, Any] = {
@@ -109,6 +107,7 @@ class FSDP2(Strategy):
         return require_elementwise(make, self.trainable, torch.device("cpu") if self.options.offload else self.device)
 
     def before_step(self) -> None:
+        require_reducible(self.trainable)
         broadcast_from_rank0(self.buffers(), self.process_group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -60,9 +60,7 @@ class Zero3(ShardedStrategy):
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
     supports = replace(ShardedStrategy.supports, offload=frozenset({"optimizer", "parameters"}))
     communicates_in_forward = reduces_in_backward = reduces_every_micro_batch = True
-    nonfinite_advice = (
-        f"{ShardedStrategy.nonfinite_advice}; in zero3 so is a weight that is read outside of the module that holds it"
-    )
+    nonfinite_advice = "; in zero3 so is a weight that is read outside of the module that holds it"
     flats: list[ShardedParameters]
     buckets: list[ShardedGradientBucket]
 

@@ -43,3 +43,15 @@ def weighted(micro_batches: Sequence[MicroBatch], weights: Sequence[float] | Non
 def sample_count(micro_batch: MicroBatch) -> int:
     """Samples in a micro-batch: dimension 0 of its first tensor."""
     return next(iter(micro_batch.values())).shape[0]
+
+
+def first_bad_sample(micro_batches: Sequence[Weighted]) -> int:
+    """The first sample, counted over these, that holds NaN or infinity; -1 if none does. Masks may hold -infinity."""
+    before = 0
+    for batch, _ in micro_batches:
+        values = [tensor for tensor in batch.values() if tensor.is_floating_point() and tensor.dim()]
+        bad = [(each.isnan() | each.isposinf()).reshape(len(each), -1).any(1).nonzero() for each in values]
+        if rows := [int(each[0]) for each in bad if len(each)]:
+            return before + min(rows)
+        before += sample_count(batch)
+    return -1

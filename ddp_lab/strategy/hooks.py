@@ -58,8 +58,8 @@ class Hooks(Accounts):
     """Whether gradients are reduced at every micro-batch. Default: at the last one of a step."""
     communicates_in_forward = False
     """Whether forward issues collectives. Then ranks must know the number of micro-batches before the first forward."""
-    nonfinite_advice = "a lower --lr or --clip-grad-norm may help"
-    """What an error says about a loss or a gradient that is not finite."""
+    nonfinite_advice = ""
+    """What more an error says about a loss or a gradient that is not finite."""
     deciding_steps = 0
     """How many of the first optimizer steps decide how the strategy computes later ones."""
 

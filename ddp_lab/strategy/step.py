@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
-from ddp_lab.strategy.batches import Weighted
+from ddp_lab.strategy.batches import Weighted, first_bad_sample
 from ddp_lab.strategy.communication.agreement import StepAgreement, nonfinite_error
 from ddp_lab.strategy.communication.consistency import require_none_unfrozen
 from ddp_lab.strategy.communication.verdict import Verdict, update_unless
@@ -212,7 +212,14 @@ class Step(Progress):
         else:
             culprits = None if micro_batches is None else self.find_culprits(micro_batches)
         strategy.zero_grad()
-        updates_early, advice = strategy.options.overlap_optimizer, strategy.nonfinite_advice
+        bad = self.agreement.all_gather(first_bad_sample(micro_batches or ())).tolist()
+        holders = [rank for rank, sample in enumerate(bad) if sample >= 0]
+        updates_early, advice = strategy.options.overlap_optimizer, "a lower --lr or --clip-grad-norm may help"
+        if holders:
+            advice = f"sample {bad[holders[0]]:.0f} of rank {holders[0]} in this step, from 0, holds NaN or infinity"
+        elif verdict.step == 0:
+            advice = "no update came before it, so it is of the data, the first weights or the loss, and not of --lr"
+        advice += strategy.nonfinite_advice
         if strategy.is_in_pipeline:
             advice += (
                 "; of an earlier stage a later one has its hidden states alone, so x + block(x) belongs into a block"

@@ -73,6 +73,30 @@ def test_fsdp2_refuses_what_it_cannot_train(ranks: RankPool, name: str) -> None:
     check_messages(ranks, 2, refusals, name)
 
 
+def with_hook(module: nn.Module, kind: str, hook: Any = lambda _: None) -> nn.Module:
+    getattr(next(module.parameters()), f"register_{kind}hook")(hook)
+    return module
+
+
+def hook_gradients(name: str) -> tuple[list[str], int]:
+    """What is said of hooks that FSDP2 does not call, and how often the one that it calls has run."""
+    said = [
+        message_of(UnsupportedError, make, name, with_hook(build("deep"), kind))
+        for kind in ("", "post_accumulate_grad_")
+    ]
+    strategy, called = make(name, build("deep")), []
+    with_hook(strategy.module, "post_accumulate_grad_", called.append)
+    strategy.forward_backward([batch(2, 0)])
+    with_hook(strategy.module, "")
+    return [*said, message_of(UnsupportedError, strategy.forward_backward, [batch(2, 0)])], len(called)
+
+
+@each_row("name", FSDP2)
+def test_fsdp2_refuses_hooks_that_it_never_calls(ranks: RankPool, name: str) -> None:
+    for said, calls in ranks.run(2, hook_gradients, name):
+        assert calls == 1 and all("has a gradient hook, which FSDP2 never calls" in each for each in said), said
+
+
 # Originals that are not installed ------------------------------------------------------------------------------------
 
 ENTRIES = {"near": ("ddp.simple_ddp:SimpleDDP", "is here"), "far": ("elsewhere.far:Far", "is not")}

@@ -184,6 +184,8 @@ def nonfinite(ranks: RankPool, choice: Choice) -> None:
     for what, bad_rank, bad_micro_batch in (("the loss", 0, 1), ("a gradient", 1, 0)):
         for message, unchanged in ranks.run(2, meet_nonfinite, choice, what, bad_rank, bad_micro_batch):
             assert f"step 1: {what} is not finite on rank {bad_rank};" in message
+            named = "sample 2 of rank 0 in this step, from 0, holds NaN or infinity"
+            assert (named in message) == (what == "the loss") == ("lower --lr" not in message), message
             assert unchanged
 
 
