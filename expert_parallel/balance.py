@@ -30,15 +30,16 @@ class Round:
     """One forward pass of the model, and the backward pass behind it.
 
     Attributes:
-        mask: (tokens,), of those that count; None: all do.
-        load: For each layer, how many tokens each expert got, (experts,).
+        shape: Sequences, and tokens in each.
+        mask: (tokens of all,), of those that count; None: all do.
+        load: For each layer, how many tokens chose each expert, and how many choices were dropped, (experts + 1,).
         scores: The sum over layers and tokens of what each expert scored, (experts,).
         rows: Tokens of all layers together.
         gradient: Of the term with respect to each token's scores, (experts,), as soon as backward begins.
     """
 
-    def __init__(self, mask: Tensor | None) -> None:
-        self.mask = mask
+    def __init__(self, shape: tuple[int, ...], mask: Tensor | None) -> None:
+        self.shape, self.mask = shape, mask
         self.load: dict[int, Tensor] = {}
         self.scores: Tensor | float = 0.0
         self.rows: Tensor | float = 0.0
@@ -59,10 +60,10 @@ class Balance:
 
     def __init__(self, coefficient: float, group: dist.ProcessGroup) -> None:
         self._coefficient, self._group = coefficient, group
-        self.counts = True
-        self._round = Round(None)
         self._ahead: list[Tensor] | None = None
-        self._total: Tensor | None = None
+        self._total: Tensor | None = None  # of all ranks and micro-batches of the step, if it is known ahead
+        self._own: Tensor | None = None  # of this rank, so far
+        self.end_step()
 
     @property
     def has_term(self) -> bool:
@@ -79,43 +80,56 @@ class Balance:
         yield
         self._total, self._ahead = self._summed(torch.stack(self._ahead).sum(0)), None
 
+    def load(self) -> Tensor:
+        """Of the step that has just run: for each layer, how many tokens of the global batch chose each expert, and how
+        many choices were dropped, (layers, experts + 1). Collective, unless the term has asked for it before."""
+        total = self._latest if self.has_term else self._summed(self._own)  # type: ignore[arg-type]
+        return total[:-1].view(self._layers, -1)
+
     def end_step(self) -> None:
-        self.counts, self._total, self._ahead = True, None, None
+        self.counts, self._total, self._ahead, self._own = True, None, None, None
 
     def _summed(self, own: Tensor) -> Tensor:
         dist.all_reduce(own, group=self._group)
         return own
 
-    def begin(self, _: nn.Module, __: Any, inputs: dict[str, Any]) -> None:
+    def begin(self, _: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         """Hook in front of the model. Padding does not count."""
+        given = [*args, *(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)]
         mask = inputs.get("attention_mask")
-        is_padding = isinstance(mask, Tensor) and mask.ndim == 2
-        self._round = Round(mask.reshape(-1).float() if is_padding else None)  # type: ignore[union-attr]
+        padding = mask.reshape(-1).float() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        self.round = Round(given[0].shape[:2], padding)
 
-    def watched(self, layer: int, scores: Tensor, chosen: Tensor) -> Tensor:
-        """`scores`, (tokens, experts), which get the term's gradient in backward. `chosen`: (tokens, k)."""
-        this = self._round
+    def watched(self, layer: int, scores: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
+        """`scores`, (tokens, experts), which get the term's gradient in backward. `chosen`, and of these `kept`:
+        (tokens, k)."""
+        this = self.round
         if torch._C._current_graph_task_id() == -1:  # else an activation checkpoint computes the layer again
-            kept = torch.ones_like(scores[:, 0]) if this.mask is None else this.mask
-            places = kept.unsqueeze(1).expand(chosen.shape).flatten()
-            this.load[layer] = torch.zeros_like(scores[0]).scatter_add_(0, chosen.flatten(), places)
-            this.scores = this.scores + (scores.detach() * kept.unsqueeze(1)).sum(0)
-            this.rows = this.rows + kept.sum()
+            counted = torch.ones_like(scores[:, :1]) if this.mask is None else this.mask.unsqueeze(1)
+            places = counted.expand(chosen.shape)
+            load = scores.new_zeros(scores.shape[1]).scatter_add_(0, chosen.flatten(), places.flatten())
+            dropped = load.new_zeros(1) if kept is None else (places * ~kept).sum().view(1)
+            this.load[layer] = torch.cat([load, dropped]).double()
+            this.scores = this.scores + (scores.detach() * counted).sum(0)
+            this.rows = this.rows + counted.sum()
         return Scored.apply(scores, this) if self._coefficient else scores
 
     @torch.no_grad()
     def end(self, model: nn.Module, _: Any, output: Any) -> None:
         """Hook behind the model: its loss gets the term while it trains. Collective, if there are a loss and a term."""
-        this = self._round
-        if not (self._coefficient and model.training) or getattr(output, "loss", None) is None:
+        this = self.round
+        if not model.training or getattr(output, "loss", None) is None:
             return
-        own = torch.stack([*torch.stack(list(this.load.values())).sum(0), torch.as_tensor(this.rows)]).double()
-        own *= self.counts
+        self._layers = len(this.load)
+        own = torch.cat([*this.load.values(), torch.as_tensor(this.rows).double().view(1)]) * self.counts
         if self._ahead is not None:
             self._ahead.append(own)
             return
-        total = self._summed(own) if self._total is None else self._total
-        shares = (total[:-1] / total[-1]).float()
+        self._own = own if self._own is None else self._own + own
+        if not self.has_term:
+            return
+        total = self._latest = self._summed(own) if self._total is None else self._total
+        shares = (total[:-1].view(self._layers, -1)[:, :-1].sum(0) / total[-1]).float()
         slope = self._coefficient * len(shares) * shares / this.rows
         with torch.enable_grad():
             output.loss = WithTerm.apply(output.loss, (slope * this.scores).sum(), slope, this)

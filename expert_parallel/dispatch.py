@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Compute = Callable[[Tensor, Sequence[int]], Tensor]
-"""Experts of rows (rows, features) that are sorted by expert, and the number of rows of each expert."""
+Compute = Callable[[Tensor, Sequence[int], Tensor], Tensor]
+"""Experts of rows (rows, features) that are sorted by expert. The number of rows of each expert, for the host and for
+the device."""
 
 
 class Exchange(torch.autograd.Function):
@@ -63,36 +64,31 @@ def through_experts(
     places = chosen.flatten()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=hidden.device)
     counts = counts.scatter_add_(0, places, torch.ones_like(places))[:-1]
-    sent, arriving = exchange_counts(counts, group)
-    received, lengths = [sum(of_rank) for of_rank in arriving], [sum(of_one) for of_one in zip(*arriving, strict=True)]
+    sent, received, lengths, arriving = exchange_counts(counts, group)
     order = places.argsort(stable=True)[: sum(sent)]
     arrived = Exchange.apply(hidden[order // chosen.shape[1]], sent, received, group)
-    by_expert = sorted_by_expert(arriving, hidden.device)
-    made = compute(arrived[by_expert], lengths)[by_expert.argsort()]
+    size, own = arriving.shape
+    numbers = torch.arange(own, device=hidden.device).repeat(size)
+    by_expert = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
+    made = compute(arrived[by_expert], lengths, arriving.sum(0))[by_expert.argsort()]
     back = Exchange.apply(made, received, sent, group)
     rows = back.new_zeros(len(places), hidden.shape[1]).index_copy(0, order, back)
     summed = (rows.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
     return summed.to(hidden.dtype), sum(sent) * hidden.shape[1] * (hidden.itemsize + back.itemsize)
 
 
-def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[list[int]]]:
-    """For each rank, how many rows go there, and how many come from there for each expert of this rank. Collective.
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int], list[int], Tensor]:
+    """How many rows go to each rank, come from each rank, and come for each expert of this rank. Collective.
 
     Args:
         counts: Rows of this rank for each expert of all ranks.
+
+    Returns:
+        These, and on the device the rows that come by rank and expert, (ranks, experts of this rank).
     """
-    size, others = dist.get_world_size(group), torch.empty_like(counts)
+    others = torch.empty_like(counts)
     dist.all_to_all_single(others, counts, group=group)
-    own, arriving = torch.stack([counts, others]).view(2, size, -1).tolist()  # the one wait for the device
-    return [sum(of_rank) for of_rank in own], arriving
-
-
-def sorted_by_expert(arriving: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """The order in which rows that have come by rank, and of each rank by expert, are sorted by expert alone, those of
-    one expert still by rank. `arriving`: for each rank, the rows for each expert."""
-    lengths = [length for of_rank in arriving for length in of_rank]
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    count = len(arriving[0])
-    places = [slice(starts[i], starts[i + 1]) for expert in range(count) for i in range(expert, len(lengths), count)]
-    numbers = torch.arange(starts[-1])
-    return torch.cat([numbers[place] for place in places]).to(device, non_blocking=True)
+    both = torch.stack([counts, others]).view(2, dist.get_world_size(group), -1)
+    own, found = both.tolist()  # the one wait for the device
+    sent, received = ([sum(of_rank) for of_rank in each] for each in (own, found))
+    return sent, received, [sum(of_one) for of_one in zip(*found, strict=True)], both[1]

@@ -42,11 +42,12 @@ class Experts(nn.Module):
         """Collective. `hidden`: (tokens, features); `chosen`, `weights`: (tokens, k), the experts of each token."""
         return self._through(hidden, chosen, weights, self.compute, self._ranks * len(self.gate_up_proj))
 
-    def compute(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
-        """(rows, features), the first `lengths[0]` of them for this rank's first expert, and so on."""
+    def compute(self, rows: Tensor, lengths: Sequence[int], counts: Tensor) -> Tensor:
+        """(rows, features), the first `lengths[0]` of them for this rank's first expert, and so on. `counts`: these on
+        the device."""
         gate_up, down = (Shared.apply(weight, self._ranks) for weight in (self.gate_up_proj, self.down_proj))
-        gate, up = products(rows, gate_up, lengths).chunk(2, -1)
-        return products(self._activation(gate) * up, down, lengths)
+        gate, up = products(rows, gate_up, lengths, counts).chunk(2, -1)
+        return products(self._activation(gate) * up, down, lengths, counts)
 
 
 class Shared(torch.autograd.Function):
@@ -64,12 +65,15 @@ class Shared(torch.autograd.Function):
         return gradient / ctx.ranks, None
 
 
-def products(rows: Tensor, weights: Tensor, lengths: Sequence[int]) -> Tensor:
+def products(rows: Tensor, weights: Tensor, lengths: Sequence[int], counts: Tensor) -> Tensor:
     """Rows of each expert times its weight. Shapes: (rows, inputs), (experts, outputs, inputs) to (rows, outputs)."""
     if rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= GROUPED_FROM:
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights.dtype
-        ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        transposed = weights.to(dtype).transpose(-2, -1)
-        return functional.grouped_mm(rows.to(dtype), transposed, offs=ends.to(rows.device, non_blocking=True))
+        return grouped(rows.to(dtype), weights.to(dtype), counts)
     pairs = zip(rows.split(list(lengths)), weights.unbind(), strict=True)
     return torch.cat([functional.linear(own, weight) for own, weight in pairs])
+
+
+def grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """The same by one kernel. `counts`: rows of each expert, (experts,), on the device."""
+    return functional.grouped_mm(rows, weights.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))

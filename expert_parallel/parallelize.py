@@ -1,6 +1,7 @@
 """Turns mixtures of experts of transformers into ones whose experts are cut over the ranks of `ep`."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,11 +61,12 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
         for one in PARAMETERS:
             parameters.cut(experts, f"{name}.experts", one, cut)
         mixture.experts = Experts(experts.gate_up_proj, experts.down_proj, experts.act_fn, size, traffic.through)
-        mixture.gate = Router(gate.weight, gate.top_k, getattr(gate, "norm_topk_prob", True), layer, balance)
+        normalizes = getattr(gate, "norm_topk_prob", True)
+        mixture.gate = Router(gate.weight, gate.top_k, normalizes, layer, balance, config.capacity_factor)
     module.register_forward_pre_hook(balance.begin, prepend=True, with_kwargs=True)
     module.register_forward_hook(balance.end)
-    cuts, known = parameters.cuts, {"traffic": traffic, "copies": groups.copies, "balance": balance}
-    return ModelParallel(groups.expert, groups.everyone, cuts, groups.tensor, **known)
+    parts = ModelParallel(groups.expert, groups.everyone, parameters.cuts, groups.tensor, traffic=traffic)
+    return replace(parts, copies=groups.copies, balance=balance)
 
 
 class Traffic:
@@ -100,9 +102,8 @@ class Traffic:
             Collective("all_to_all", forward, counts, size, "bookkeeping", EXPERT),
             Collective("all_to_all", 2 * (forward + backward), rows, size, "activations", EXPERT, varies=True),
         ]
-        if not self._balance.has_term:
-            return sent
-        return [*sent, Collective("all_reduce", 1, 8 * (self._experts + 1), self._everyone, "bookkeeping", EVERYONE)]
+        load = 8 * (layers * (self._experts + 1) + 1)
+        return [*sent, Collective("all_reduce", 1, load, self._everyone, "bookkeeping", EVERYONE)]
 
 
 def mixtures_of(module: nn.Module) -> dict[str, Any]:

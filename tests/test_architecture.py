@@ -7,7 +7,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("ddp_lab", "ddp", "sharding", "tensor_parallel", "pipeline_parallel", "context_parallel", "reference")
+PARALLEL = tuple(f"{kind}_parallel" for kind in ("tensor", "pipeline", "context", "expert"))
+ROOMS = ("ddp_lab", "ddp", "sharding", *PARALLEL, "reference")
 STRATEGIES = ROOMS[1:]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

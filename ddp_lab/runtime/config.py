@@ -88,6 +88,10 @@ RULES: Rules = (
         "--compile, --lora-rank and --overlap-optimizer: must be without pp",
     ),
     (
+        lambda c: c.has_experts or c.capacity_factor is None,
+        "--capacity-factor {0.capacity_factor}: must be with --mesh and ep",
+    ),
+    (
         lambda c: not c.has_experts or Mesh.parse(str(c.mesh)).degrees.keys() <= {DATA, EXPERT},
         "--mesh {0.mesh}: ep goes with dp alone so far; leave the other dimensions out, or ep",
     ),

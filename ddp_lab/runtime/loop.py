@@ -59,6 +59,8 @@ class TrainingResult:
         lr: Learning rate of the first parameter group.
         grad_norm: 2-norm of the gradient over the whole model, before clipping; None if the step was skipped.
         loss_scale: Of fp16, else None.
+        expert_load: For each layer, how many tokens chose each expert, and last how many choices were dropped; None
+            without experts over ranks.
         skipped: Whether the step changed nothing, because it overflowed in fp16.
     """
 
@@ -69,6 +71,7 @@ class TrainingResult:
     lr: list[float | None] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
     loss_scale: list[float | None] = field(default_factory=list)
+    expert_load: list[list[list[int]] | None] = field(default_factory=list)
     skipped: list[bool | None] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
@@ -131,6 +134,7 @@ def train(
             loss, norm = (value if math.isfinite(value) else None for value in verdict.loss_and_norm)
             scale = verdict.loss_scale
             known |= {"loss_scale": scale, "skipped": scale is not None and verdict.skipped}
+            known["expert_load"] = verdict.expert_load
             result.add(loss=loss, grad_norm=norm, tokens=verdict.tokens, **known)
             on_step(result)
 

@@ -109,6 +109,10 @@ class Balance(Protocol):
     def ahead(self) -> AbstractContextManager[None]:
         """Within this context forward passes only count."""
 
+    def load(self) -> Tensor:
+        """Of the step that has just run, how many tokens chose each expert, and how many choices were dropped, (layers,
+        experts + 1). Collective."""
+
     def end_step(self) -> None:
         """Runs when a step is through, or abandoned."""
 

@@ -17,6 +17,7 @@ from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
 from ddp_lab.strategy.batches import MicroBatch, Weighted, weighted
 from ddp_lab.strategy.communication.agreement import GlobalBatch, Pending
+from ddp_lab.strategy.communication.verdict import ReadLater
 from ddp_lab.strategy.hooks import Hooks
 from ddp_lab.strategy.model_parallel import Balance, Pipeline
 from ddp_lab.strategy.step import Step
@@ -80,6 +81,7 @@ class WholeStep(Step):
         counts, self._announced = self._announced or self._begin_counts(micro_batches, tokens), None
         self._latest = micro_batches[-1].batch if micro_batches else self._latest
         self._begin(averages=strategy.always_averages)
+        load: ReadLater | None = None
         scale: float | Tensor = strategy.group_size if self.averages else 1
         if strategy.scaler is not None:
             strategy.scaler.times, scale = int(scale), strategy.scaler.scale
@@ -91,13 +93,14 @@ class WholeStep(Step):
         else:
             try:
                 global_batch = self._one_by_one(micro_batches, counts, scale)
+                load = ReadLater(self._balance.load())
             finally:
                 self.is_ahead = False
                 self._balance.end_step()
         if global_batch.is_last:
             self.stops_after = strategy.optimizer_steps + 1
         self._finish()
-        self.verdict.tokens = global_batch.tokens
+        self.verdict.tokens, self.verdict.load = global_batch.tokens, load
 
     def _one_by_one(self, micro_batches: Sequence[Weighted], counts: Pending, scale: float | Tensor) -> GlobalBatch:
         """Forward and backward of each micro-batch before the next."""

@@ -41,7 +41,28 @@ def train(mesh: str, choice: str, model: str, steps: list[Split], options: dict[
         result["own_state"] = {name: one for name, one in kept.items() if name not in of_experts}
         with torch.no_grad():
             result["own_loss"] = strategy(**make_batch(model, 4, 7)).loss.item()
+        strategy.module.train()
+        strategy.zero_grad()
+        strategy.load_full_state_dict(build(model).state_dict())
+        strategy.forward_backward(global_batch(model, steps[0], 0)[strategy.data_parallel_rank])
+        result["load"] = strategy.verdict.expert_load
         return result
+
+
+def train_alone(model: str, steps: list[Split], options: dict[str, Any]) -> dict[str, Any]:
+    """The same on one rank, each step one batch."""
+    with strategy_in_pipeline("ep=1", "simple_ddp", model, **options) as strategy:
+        strategy.load_full_state_dict(build(model).state_dict())
+        result: dict[str, Any] = {"loss": [], "grad_norm": [], "norm": [], "load": []}
+        for index, split in enumerate(steps):
+            strategy.zero_grad()
+            result["loss"].append(strategy.forward_backward([joined(global_batch(model, split, index))]).item())
+            result["grad_norm"].append(strategy.verdict.loss_and_norm[1])
+            result["load"].append(strategy.verdict.expert_load)
+            result["norm"].append(strategy.clip_grad_norm_(0.5).item())
+            result.setdefault("gradients", strategy.full_gradients())
+            strategy.step()
+        return result | {"state": strategy.full_state_dict()}
 
 
 def check(ranks: RankPool, mesh: str, choice: str, model: str, steps: list[Split], options: dict[str, Any]) -> None:
@@ -57,6 +78,8 @@ def check(ranks: RankPool, mesh: str, choice: str, model: str, steps: list[Split
         for layer, wanted in enumerate(seen):
             own = [result["routes"][layer] for result in results]
             assert torch.equal(torch.cat(own), wanted), "tokens go to other experts than in one process"
+    load = [torch.bincount(of_layer.flatten()).tolist() for of_layer in seen]
+    assert all(result["load"] == [[*of_layer, 0] for of_layer in load] for result in results)
     module.load_state_dict(expected["state"])
     with torch.no_grad():
         answer = module.eval()(**make_batch(model, 4, 7))
@@ -83,6 +106,17 @@ def test_experts_over_ranks(
     ranks: RankPool, mesh: str, choice: str, model: str, steps: list[Split], options: dict[str, Any]
 ) -> None:
     check(ranks, mesh, choice, model, steps, options)
+
+
+@each_row("mesh, choice, model", [("dp=2,ep=2", "zero1", "lm, mixtral"), ("ep=2", "zero3", "lm, qwen")])
+def test_tokens_are_dropped_as_in_one_process(ranks: RankPool, mesh: str, choice: str, model: str) -> None:
+    size, options = Mesh.parse(mesh).size, {"capacity_factor": 0.9}
+    steps = [split[:size] for split in UNEVEN]
+    results = ranks.run(size, train, mesh, choice, model, steps, options)
+    (expected,) = ranks.run(1, train_alone, model, steps, options)
+    assert_parity(results, expected, TOLERANCE["sgd"])
+    assert all(result["load"] == expected["load"][0] for result in results)
+    assert all(of_layer[-1] > 0 for of_layer in expected["load"][0])
 
 
 def refused(mesh: str, choice: str, model: str) -> str:
@@ -112,6 +146,7 @@ def test_models_that_are_refused(ranks: RankPool, mesh: str, choice: str, model:
         ({"mesh": "shard=2,ep=2"}, "ep goes with dp alone so far"),
         ({"mesh": "ep=2", "compress": "int8"}, "must be without ep, or without --compile, --compress"),
         ({"mesh": "ep=2", "loss_chunks": 2}, "must be without ep"),
+        ({"mesh": "dp=2", "capacity_factor": 1.0}, "must be with --mesh and ep"),
         ({"mesh": "ep=2", "choice": "tp"}, "take simple_ddp, zero1, zero2 or zero3"),
     ],
 )

@@ -315,7 +315,7 @@ def test_a_sweep_over_one_mesh_runs_every_choice(mesh_sweep: Sweep, mesh: str, l
     [
         ("4", ["--sequence-parallel"], "--sequence-parallel: goes with --mesh; without it, some runs have it"),
         ("4", ["--mesh", "dp=2,tp=4"], "--mesh dp=2,tp=4 has 2 x 4 = 8 ranks, and the job has 4"),
-        ("4", ["--mesh", "ep=4"], "'ep' is none of dp, replicate, shard, pp, cp, tp"),
+        ("4", ["--mesh", "xp=4"], "'xp' is none of dp, replicate, shard, ep, pp, cp, tp"),
         ("4", ["--global-batch-size", "12"], "--grad-accum-steps 2 x 4 ranks = 8; the nearest that does: 8 or 16"),
         ("4", ["--plan", "mine.toml"], "--plan mine.toml: must be with --mesh and tp or pp above 1"),
         ("1", [], "RANKS 1: a mesh to compare has at least 2; give more, or --mesh"),

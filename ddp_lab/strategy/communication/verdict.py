@@ -63,9 +63,11 @@ class Verdict:
         loss: The mean over the global batch, an fp32 scalar on the device.
         found_inf: 1.0 if the loss or a gradient is not finite, else 0.0; an fp32 scalar on the device.
         tokens: In the global batch, as the ranks have told each other; 0 if they have not.
+        load: Of experts (`strategy.model_parallel.Balance`), if there are.
     """
 
     tokens = 0
+    load: ReadLater | None = None
 
     def __init__(
         self, loss: Tensor, norm: Tensor, step: int, group: dist.ProcessGroup, loss_scale: Tensor | None = None
@@ -95,6 +97,11 @@ class Verdict:
         host reads."""
         loss, square, *_ = self._read.tensor()
         return loss.float().item(), square.sqrt().item()
+
+    @property
+    def expert_load(self) -> list[list[int]] | None:
+        """For each layer, how many tokens chose each expert, and last how many choices were dropped. The host reads."""
+        return None if self.load is None else self.load.tensor().long().tolist()
 
     @property
     def loss_scale(self) -> float | None:

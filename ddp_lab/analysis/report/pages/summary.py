@@ -16,6 +16,7 @@ from ddp_lab.analysis.report.figures.lanes import kernels_sentence
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
 from ddp_lab.analysis.report.figures.memory import MOST_PANELS, memory_figure, memory_timeline_figure
 from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
+from ddp_lab.analysis.report.pages.experts import experts_section
 from ddp_lab.analysis.report.pages.exposure import exposure_sections
 from ddp_lab.analysis.report.pages.heads import labels
 from ddp_lab.analysis.report.pages.mesh import mesh_section
@@ -80,6 +81,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         ),
         *exposure_sections(analysis.exposure),
         *mesh_section(analysis.exposure, mesh, ranks),
+        *experts_section(analysis.record),
         *memory_sections(analysis),
         Section(
             "Collectives",
