@@ -3,7 +3,8 @@
     ddp-lab plan --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
     ddp-lab plan search --model SmolLM2-360M --gpus 8xH100 --global-batch-size 512    # which batch, recomputation, mesh
     ddp-lab plan memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
-    ddp-lab plan record --model SmolLM2-360M --output l4.json             # times of this device, for --record
+    ddp-lab plan record --output card.toml                                # what this device reaches, for --gpus
+    ddp-lab plan record --model SmolLM2-360M --output l4.json             # times of its operators, for --record
     ddp-lab plan --check published                                        # plans beside steps that others measured
 
 `ddp-lab plan COMMAND --help` lists the flags of a command.

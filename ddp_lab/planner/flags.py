@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SIZES = ("d_model", "d_ff", "layers", "heads", "kv_heads", "vocab")
 NEEDED_SIZES = SIZES[:3]
+OF_STEPS = ("micro_batch_sizes", "precision", "repeats")
+"""Flags of `record` that are for a model."""
 AS_THE_RUNNERS = (
     *("sequence_parallel", "async_tensor_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
     *("global_batch_size", "grad_accum_steps", "precision"),
@@ -56,7 +58,11 @@ def add_plan_flags(parser: argparse.ArgumentParser, mesh: str | None = None, **o
     add_model_flags(parser)
     add_task_flag(parser)
     add = parser.add_argument
-    add("--gpus", required=True, help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine")
+    add(
+        "--gpus",
+        required=True,
+        help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine; 2xcard.toml: as plan record wrote it",
+    )
     add("--link", help="between devices of a node: pcie4, 10gbit, ... (default: the NVLink of H200, H100 and A100)")
     add("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
     add(
@@ -117,13 +123,16 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_record_flags(parser: argparse.ArgumentParser) -> None:
+    """A model is not needed: the flags after `--output` are for one."""
     add_model_flags(parser)
     add_task_flag(parser)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file to write; give it to `ddp-lab plan --record`")
-    add("--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)")
-    add("--precision", choices=PRECISIONS, default="fp32", help="as the runner's (default: fp32)")
-    add("--repeats", type=count, default=7, help="how often each step is timed (default: 7)")
+    add(
+        "--output", type=Path, required=True, help="file to write: with a model JSON for --record, else TOML for --gpus"
+    )
+    add("--micro-batch-sizes", help="samples in a micro-batch, with commas between (default: 1,2)")
+    add("--precision", choices=PRECISIONS, help="as the runner's (default: fp32)")
+    add("--repeats", type=count, help="how often each step is timed (default: 7)")
 
 
 COMMANDS = {

@@ -6,6 +6,7 @@ costs what forward and backward of the model need (`docs/run-record.md`, Model F
 
 import re
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +24,16 @@ class Peak(NamedTuple):
 
 def peak_of(record: dict[str, Any]) -> Peak | None:
     """The peak of each device of a run, at the precision of its matrix products. None for a CPU and an unknown GPU."""
-    config = record["config"]
-    half = {"bf16": "bfloat16", "bf16-true": "bfloat16", "fp16": "float16"}
-    dtype = half.get(config.get("param_dtype") or config["precision"], "tfloat32" if config.get("tf32") else "float32")
-    device = gpus().get(spelled(record["device_name"]))
+    dtype, device = dtype_of(record["config"]), gpus().get(spelled(record["device_name"]))
     if device is None or dtype not in device["flops"]:
         return None
     return Peak(device["flops"][dtype], dtype, device["source"])
+
+
+def dtype_of(config: Mapping[str, Any]) -> str:
+    """Of matrix products of a run."""
+    half = {"bf16": "bfloat16", "bf16-true": "bfloat16", "fp16": "float16"}
+    return half.get(config.get("param_dtype") or config["precision"], "tfloat32" if config.get("tf32") else "float32")
 
 
 def mfu(record: dict[str, Any]) -> float | None:

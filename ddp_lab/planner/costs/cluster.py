@@ -81,6 +81,7 @@ class Device:
         attention: None: as matrix products.
         peak: Rates for matrices of which `attention` has parts, as `flops_per_s`.
         host_s: What the host takes to issue an operator, while the device computes.
+        on_memory: Where the figures of operators on memory are from.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Device:
     attention: Attention | None = None
     peak: Mapping[str, float] = field(default_factory=dict)
     host_s: float = 0.0
+    on_memory: str = ""
 
     def seconds(self, call: OperatorCall) -> float | None:
         """A launch, and the larger of what arithmetic and what memory takes. None if there is no rate for the dtype."""

@@ -1,36 +1,29 @@
 """Devices and links by name, from the table in `ddp_lab/planner/hardware.toml`, and clusters made of them.
 
-device("L4")    device("rtx4090")    device("cpu")
+device("L4")    device("rtx4090")    device("cpu")    device("card.toml")
 link("pcie4")   link("8xndr")        link("1gbit")
 cluster("2xL4", "pcie4")             cluster("4x8xH100", between="8xndr")
 """
 
 import os
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ddp_lab.planner.costs.access import CONTIGUOUS, KINDS
 from ddp_lab.planner.costs.cluster import Attention, Cluster, Device, Host, Link
-from ddp_lab.runtime.cli import unknown_name
+from ddp_lab.planner.costs.entries import found, known, table
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import Link as Speed
 from ddp_lab.runtime.link.speed import rate_of
 
-TABLE = Path(__file__).parent.parent / "hardware.toml"
 CPU = "cpu"
-ADD = (
-    'Or add it to ddp_lab/planner/hardware.toml: [devices.NAME] with like = "H100" and what differs: memory_mib, '
-    "flops, bytes_per_s, efficiency, source"
-)
 
 
 def device(name: str, efficiency: float | None = None) -> Device:
-    """The device of this name; case, blanks and hyphens do not matter. `cpu` has all of this machine's memory.
+    """The device of this name, or of this file; case, blanks and hyphens of a name do not matter. `cpu` has all of this
+    machine's memory.
 
     Args:
         efficiency: Part of the peak rates of compute and of memory that operators reach, above 0, at most 1. Default:
@@ -39,36 +32,39 @@ def device(name: str, efficiency: float | None = None) -> Device:
     Raises:
         UserError: there is none; names similar ones. Or the efficiency is outside its bounds.
     """
-    try:
-        key = known(name, table()["devices"], "device")
-    except UserError as error:
-        raise UserError(f"{error} {ADD}") from None
-    entry = entry_of(key)
-    parts, kind = entry["efficiency"], table()["operators"][entry["kind"]]
+    key, entry = found(name)
+    kind, parts = operators_of(entry), entry["efficiency"]
     if efficiency is not None and not 0 < efficiency <= 1:
         raise UserError(f"--efficiency {efficiency:g}: give a part above 0 and at most 1")
-    compute = efficiency or parts["compute"]
+    compute, flops = efficiency or parts["compute"], entry["flops"]
+    compute = compute if isinstance(compute, dict) else dict.fromkeys(flops, compute)
     accesses = {access: efficiency or kind[access] for access in KINDS}
     attention = Attention(**entry["attention"]) if "attention" in entry else None
+    reached = f"{compute[max(flops, key=flops.get)]:.0%} of peak compute and {accesses[CONTIGUOUS]:.0%} of"
+    memory = entry["memory_mib"] * 2**20 if "memory_mib" in entry else physical_memory()
     return Device(
         key,
         entry["kind"],
-        entry["memory_mib"] * 2**20 if key != CPU else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        {dtype: compute * rate for dtype, rate in entry["flops"].items()},
+        int(memory),
+        {dtype: compute[dtype] * rate for dtype, rate in flops.items()},
         {access: part * entry["bytes_per_s"] for access, part in accesses.items()},
         parts["launch_us"] * 1e-6,
-        f"{entry['source']}; {compute:.0%} of peak compute and {accesses[CONTIGUOUS]:.0%} of peak memory rate",
+        f"{entry['source']}; {reached} peak memory rate",
         entry.get("elements_per_s", float("inf")),
         Attention(efficiency, efficiency, 0.0) if efficiency and attention else attention,
-        entry["flops"],
+        flops,
         kind["host_us"] * 1e-6,
+        kind["source"],
     )
 
 
-def entry_of(key: str) -> dict[str, Any]:
-    """What the table has of a device, and else what it has of the one that it is `like`."""
-    entry = table()["devices"][key]
-    return {**table()["devices"].get(entry.get("like"), {}), **entry}
+def operators_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of operators on this device: its own, and else that of its kind."""
+    return {**table()["operators"][entry["kind"]], **entry.get("operators", {})}
+
+
+def physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def link(name: str) -> Link:
@@ -88,11 +84,15 @@ def link(name: str) -> Link:
         key = known(single, table()["links"], "link", ["1gbit"])
         entry = table()["links"][key]
         bytes_per_s = entry["bytes_per_s"]
+    return link_of(key, entry, bytes_per_s, int(count))
+
+
+def link_of(key: str, entry: Mapping[str, Any], bytes_per_s: float, count: int = 1) -> Link:
     part = entry["efficiency"]
-    full_name = key if count == "1" else f"{count}x{key}"
-    source = f"{entry['source']}; {part:.0%} of {bytes_per_s * int(count) / 1e9:g} GB/s"
-    rate, peers = int(count) * bytes_per_s * part, entry.get("peers", 1)
-    return Link(full_name, entry["latency_us"] * 1e-6, rate, source, peers, int(count))
+    full_name = key if count == 1 else f"{count}x{key}"
+    source = f"{entry['source']}; {part:.0%} of {bytes_per_s * count / 1e9:g} GB/s"
+    rate, peers = count * bytes_per_s * part, entry.get("peers", 1)
+    return Link(full_name, entry["latency_us"] * 1e-6, rate, source, peers, count)
 
 
 def host(ranks: int) -> Host:
@@ -107,7 +107,7 @@ def cluster(
     """The cluster that a command line names.
 
     Args:
-        gpus: `2xL4`: so many devices in one node; `4x8xH100`: nodes, and devices in each.
+        gpus: `2xL4`: so many devices in one node; `4x8xH100`: nodes, and devices in each; `2xcard.toml`: of a file.
         link_name: Between the devices of a node. Default: the device's own, if it has one.
         between: Between nodes: what all devices of a node share.
         efficiency: As for `device`.
@@ -125,35 +125,14 @@ def cluster(
     of_one = device(parts[3], efficiency)
     if of_one.kind == "cpu":
         of_one = replace(of_one, memory_bytes=of_one.memory_bytes // ranks)
-    link_name = link_name or entry_of(of_one.name).get("link")
-    if link_name is None:
+    own = link_name or found(parts[3])[1].get("link")
+    if own is None:
         raise UserError(f"--link is missing: {of_one.name} has none of its own; give pcie4, 10gbit, ...")
     return Cluster(
         device=of_one,
         nodes=nodes,
         ranks_per_node=ranks,
-        inside=link(link_name),
+        inside=link(own) if isinstance(own, str) else link_of("its own", own, own["bytes_per_s"]),
         between=link(between) if between is not None else None,
         backend="gloo" if of_one.kind == "cpu" else "nccl",
     )
-
-
-def known(name: str, entries: Mapping[str, Any], what: str, others: Iterable[str] = ()) -> str:
-    """The key in `entries` that `name` stands for.
-
-    Raises:
-        UserError: none.
-    """
-    spellings = {spelled(alias): key for key, entry in entries.items() for alias in (key, *entry.get("aliases", ()))}
-    if spelled(name) not in spellings:
-        raise UserError(unknown_name(what, name, [*entries, *others]))
-    return spellings[spelled(name)]
-
-
-def spelled(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-@cache
-def table() -> dict[str, Any]:
-    return tomllib.loads(TABLE.read_text())

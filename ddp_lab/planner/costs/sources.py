@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from ddp_lab.planner.contracts import Costs, OperatorCosts
-from ddp_lab.planner.costs import hardware, record
+from ddp_lab.planner.costs import record
 from ddp_lab.planner.costs.cluster import Cluster
+from ddp_lab.planner.costs.entries import table
 from ddp_lab.planner.costs.links import LinkCosts
 
 ROOFLINE_ERROR, RECORD_ERROR, LINK_ERROR = 0.2, 0.05, 0.3
@@ -26,19 +27,19 @@ def costs_of(
         UserError: the record cannot be read, or is of another device or precision.
     """
     device = cluster.device
-    kind = hardware.table()["operators"][device.kind]
+    kind = table()["operators"][device.kind]
     if compiles and "fused" in kind:
         device = device.compiled(kind["fused"], kind["compiled_host_us"] * 1e-6)
     operators: OperatorCosts = device
     compute_error, host_s = ROOFLINE_ERROR, device.host_s
-    of_operators = f"Operators: roofline of {device.name} ({device.source}); on memory: {kind['source']}."
+    of_operators = f"Operators: roofline of {device.name} ({device.source}); on memory: {device.on_memory}."
     if path:
         content = record.load(path)
         operators, compute_error = record.operator_costs(path, content, device, precision), RECORD_ERROR
         of_operators = f"Operators: as recorded in {path} ({content['hardware']}, {content['threads']} threads)."
         host_s = 0.0  # it is in the record
     of_links = [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
-    assumed = hardware.table()["contention"].get(device.kind, {"compute": 1.0, "source": "assumed on a CPU"})
+    assumed = table()["contention"].get(device.kind, {"compute": 1.0, "source": "assumed on a CPU"})
     factor, source = (assumed["compute"], assumed["source"]) if contention is None else (contention, "as given")
     by_card = assumed["network_card"] / (assumed["compute"] - 1) if device.kind == "cuda" else 1.0
     slower = f"Contention: compute takes {factor:.2f} times as long beside collectives ({source})."

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.metrics.utilization import mfu
+from ddp_lab.analysis.metrics.utilization import dtype_of
 from ddp_lab.planner.choices import entrypoint_of
 from ddp_lab.planner.contracts import Costs, Simulated
 from ddp_lab.planner.costs.sources import LINK_ERROR
@@ -77,9 +77,10 @@ def rates(case: Case, step_s: float, flops: float | None) -> dict[str, float]:
     found = {"samples_per_second": samples}
     a_second = None if case.price is None else case.price.amount * devices / HOUR_S
     tf32 = {"tf32": case.model.kind != "tokens"}  # as torch computes convolutions by default
-    told = {"config": case.config.as_dict() | tf32, "device_name": case.cluster.device.name, "world_size": devices}
-    if (share := mfu(told | {"model_flops_per_second": flops and flops * samples})) is not None:
-        found["mfu_pct"] = 100 * share
+    device = case.cluster.device
+    peak = device.peak.get(dtype_of(case.config.as_dict() | tf32)) if device.kind == "cuda" else None
+    if flops and peak:
+        found["mfu_pct"] = 100 * flops * samples / (peak * devices)
     if case.model.kind != "tokens":
         return found | ({} if a_second is None else {"cost_per_million_samples": a_second / samples * 1e6})
     tokens = samples * case.sequence_length

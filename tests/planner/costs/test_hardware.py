@@ -101,7 +101,7 @@ def test_clusters() -> None:
         (
             hardware.device,
             ("H10",),
-            "unknown device .*H100.* Or add it to .*hardware.toml: .devices.NAME. with like = ",
+            "unknown device .*H100.* plan record .*devices.NAME. with like = .* --gpus 2xcard.toml",
         ),
         (hardware.device, ("RTX 4080",), "RTX 4090"),
         (hardware.device, ("zzz",), "known: H100"),

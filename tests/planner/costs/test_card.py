@@ -1,0 +1,184 @@
+"""What `ddp-lab plan record` measures of a device, and plans with what it writes."""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_lab.planner import command as script
+from ddp_lab.planner import models
+from ddp_lab.planner.accumulated import simulate_step
+from ddp_lab.planner.contracts import OperatorCall
+from ddp_lab.planner.costs import card, hardware
+from ddp_lab.planner.costs.access import CAUSAL
+from ddp_lab.planner.costs.entries import Entry, filled, table
+from ddp_lab.planner.costs.kernels import SIZES, Sizes, attention, calls_of, on_memory
+from ddp_lab.planner.costs.sources import costs_of
+from ddp_lab.planner.plan import Case
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.untrusted import fitted
+from tests.in_process import run_in_process
+from tests.ranks import RankPool
+from tests.tables import each_row
+
+CPU = torch.device("cpu")
+SMALL = Sizes(((32, 16, 48),), (16, 64), 64, (64, 128), 1e-3)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of this processor, by the command, with small kernels."""
+    path = tmp_path_factory.mktemp("card") / "card.toml"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(SIZES, "cpu", SMALL)
+        answer = run_in_process(script, "record", "--output", str(path))
+    assert answer.returncode == 0 and f"plan with --gpus 1x{path} --link LINK" in answer.stdout, answer.stderr
+    return path
+
+
+def entry_in(path: Path) -> dict[str, Any]:
+    (entry,) = tomllib.loads(path.read_text())["devices"].values()
+    return entry
+
+
+def numbers(entry: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in entry.items():
+        if isinstance(value, Mapping):
+            yield from numbers(value, f"{before}{name}.")
+        elif isinstance(value, int | float):
+            yield f"{before}{name}", value
+
+
+def test_what_is_measured_is_in_the_table_s_units(recorded: Path) -> None:
+    """Whatever the processor: bounds that a wrong unit, or a rate turned over, would miss by far."""
+    found = dict(numbers(entry_in(recorded)))
+    bounds = {
+        **dict.fromkeys(("flops.float32", "flops.bfloat16", "flops.float16"), (1e6, 1e14)),
+        **{"bytes_per_s": (1e7, 1e13), "elements_per_s": (1e6, 1e13), "memory_mib": (100, 1e8)},
+        **dict.fromkeys(("operators.host_us", "efficiency.launch_us"), (0.5, 1e4)),
+        **{f"operators.{access}": (1e-4, 1.0) for access in on_memory((8, 8))},
+        **{f"efficiency.compute.{dtype}": (0.01, 1.0) for dtype in ("float32", "bfloat16", "float16")},
+        **{"attention.forward": (1e-4, 50), "attention.backward": (1e-4, 50)},
+        **{"attention.half": (0, 64), "attention.narrower": (0, 7)},
+    }
+    assert found.keys() == bounds.keys()
+    for name, (least, most) in bounds.items():
+        assert least <= found[name] <= most, name
+
+
+def test_a_kernel_is_timed_for_the_kind_that_the_planner_takes_it_for() -> None:
+    for access, runs in on_memory((64, 128)).items():
+        for run in runs:
+            assert max(calls_of(run), key=lambda call: call.bytes_moved).access == access
+    for run in attention(32, 64, 128):
+        assert [call.access for call in calls_of(run) if call.flops] == [CAUSAL]
+
+
+def test_the_form_of_attention_is_read_from_two_lengths() -> None:
+    lengths, form = (512, 1024, 4096), {"forward": 0.4, "backward": 0.3, "half": 375.0, "narrower": 0.5}
+    parts = {
+        (way, width, s): form[("forward", "backward")[way]] * s / (s + 375) * (width / 128) ** 0.5
+        for way in (0, 1)
+        for width in (64, 128)
+        for s in lengths
+    }
+    assert card.attention_form(parts, lengths) == pytest.approx(form)
+
+
+@each_row(
+    ("field", "less"),
+    [
+        ("flops.bfloat16", 3),
+        ("bytes_per_s", 3),
+        ("elements_per_s", 3),
+        ("efficiency.compute.bfloat16", 3),
+        ("efficiency.launch_us", 1 / 3),
+        ("attention.forward", 3),
+        ("attention.backward", 3),
+        ("operators.contiguous", 3),
+        ("operators.optimizer", 3),
+        ("operators.host_us", 1 / 9),
+        ("link.bytes_per_s", 3),
+        ("link.latency_us", 1 / 3),
+    ],
+)
+def test_a_plan_takes_every_field(field: str, less: float, recorded: Path, tmp_path: Path) -> None:
+    """A step takes longer where a rate is a third, or a latency thrice, of the file with rates that are given."""
+    entry = entry_in(recorded) | {
+        **{"flops": {"bfloat16": 1e11}, "bytes_per_s": 1e10, "elements_per_s": 1e9},
+        "efficiency": {"compute": {"bfloat16": 0.5}, "launch_us": 10.0},
+        "link": {"bytes_per_s": 1e9, "latency_us": 50.0, "efficiency": 1.0, "source": "made up"},
+    }
+    entry["operators"] |= {"contiguous": 0.5, "host_us": 10.0}
+    worse = deepcopy(entry)
+    *outer, name = field.split(".")
+    at = worse
+    for each in outer:
+        at = at[each]
+    at[name] /= less
+    assert step_of(worse, tmp_path) > 1.0001 * step_of(entry, tmp_path)
+
+
+def step_of(entry: Mapping[str, Any], folder: Path) -> float:
+    path = folder / "own.toml"
+    path.write_text(card.toml("mine", entry))
+    cluster = hardware.cluster(f"2x{path}")
+    model = replace(models.from_sizes(32, 48, 1, heads=1, vocab=50), task="causal-lm")
+    config = RunConfig.of(global_batch_size=4, grad_accum_steps=1, precision="bf16-true")
+    planned = Case(model, cluster, config, 64, costs_of(cluster, "bf16-true"))
+    return simulate_step(planned.setting("bucket_ddp_async"), cluster, planned.costs).step_time_s
+
+
+def test_the_link_of_the_ranks_that_measure(ranks: RankPool) -> None:
+    for of_rank in ranks.run(2, card.link_entry, CPU, 2**22):
+        assert 1e6 < of_rank["bytes_per_s"] < 1e12 and 0 < of_rank["latency_us"] < 1e6
+
+
+def test_the_table_has_the_form_of_a_file() -> None:
+    for key, entry in table()["devices"].items():
+        if key != "cpu":  # whose memory is the machine's
+            fitted(filled(entry), Entry, key, "entry")
+
+
+def test_a_file_may_be_like_an_entry(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('[devices.mine]\nlike = "H100"\nmemory_mib = 1024\nsource = "me"\n')
+    mine, h100 = hardware.cluster(f"2x8x{path}", between="ndr"), hardware.cluster("2x8xH100", between="ndr")
+    assert mine.device.memory_bytes == 2**30 and mine.inside == h100.inside and mine.ranks_per_node == 8
+    call = OperatorCall("aten.mm.default", ((2, 2),), ("bfloat16",), 10**12, 100)
+    assert mine.device.seconds(call) == h100.device.seconds(call)
+
+
+@each_row(
+    ("text", "says"),
+    [
+        (None, "No such file"),
+        ("[", "not TOML"),
+        ("a = 1", "must have one table .devices.NAME."),
+        ("[devices.x]\nlike = 'H10'", "unknown device 'H10'"),
+        ("[devices.x]\nlike = 'H100'\nbytes_per_s = -1", "bytes_per_s: Expected `float` > 0.0"),
+        ("[devices.x]\nkind = 'cuda'", "required field `memory_mib`"),
+        (
+            "[devices.x]\nlike = 'H100'\nefficiency = { compute = {}, launch_us = 1 }",
+            "efficiency.compute: missing float32",
+        ),
+    ],
+)
+def test_files_that_are_no_entry(text: str | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=says) as raised:
+        hardware.cluster(f"2x{path}", "pcie4")
+    assert "\n" not in str(raised.value)
+
+
+def test_flags_of_a_model_s_step_need_a_model(tmp_path: Path) -> None:
+    answer = run_in_process(script, "record", "--output", str(tmp_path / "c.toml"), "--precision", "bf16")
+    assert answer.returncode == 2 and "--precision is for a model's step: name its --model" in answer.stderr
