@@ -11,6 +11,7 @@ from ddp_lab.doctor.live.machine import Machine
 from ddp_lab.doctor.reading.complaints import Said, read_complaints
 from ddp_lab.doctor.reading.flight_recorder import Dump
 from ddp_lab.doctor.reading.nccl_log import Process, read_processes
+from ddp_lab.doctor.reading.stacks import Stack, read_stacks
 from ddp_lab.doctor.reading.texts import Line, Text
 from ddp_lab.doctor.reading.topology import Topology
 from ddp_lab.doctor.reading.watchdog import HANG, GaveUp, Status, Timeout, read_gave_up, read_statuses, read_timeouts
@@ -99,6 +100,10 @@ class Facts:
     @cached_property
     def gave_up(self) -> list[GaveUp]:
         return read_gave_up(self.texts)
+
+    @cached_property
+    def stacks(self) -> list[Stack]:
+        return read_stacks(self.texts)
 
     @cached_property
     def hangs(self) -> list[Line]:

@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from ddp_lab.doctor.comparison import evidence
 from ddp_lab.doctor.facts import EARLY, Facts, Match
+from ddp_lab.doctor.reading.stacks import Stack
 from ddp_lab.doctor.reading.texts import Line, printable, ranks_in_words
 from ddp_lab.doctor.reading.watchdog import Status, Timeout
 
@@ -93,6 +95,28 @@ def stuck_together(facts: Facts) -> Match | None:
 def _divergence(facts: Facts, what: str) -> Match | None:
     found = next((divergence for divergence in facts.divergences if divergence.what == what), None)
     return Match(evidence(found, facts.dumps), found.sentences) if found else None
+
+
+def stacks_differ(facts: Facts) -> Match | None:
+    """Where the stacks of the program's processes part, seen from its begin, and which of them are fewest there.
+
+    Processes of several programs have nothing in common, and say nothing about each other; and one that is now here
+    and now there does not hang.
+    """
+    paths = [stack.frames[::-1] for stack in facts.stacks]
+    parts = next((i for i, frames in enumerate(zip_longest(*paths)) if len(set(frames)) > 1), 0)
+    places: dict[str | None, list[Stack]] = defaultdict(list)
+    for stack, path in zip(facts.stacks, paths, strict=True):
+        places[path[parts] if parts < len(path) else None].append(stack)
+    has_moved = len({stack.pid for stack in facts.stacks}) < sum(len({s.pid for s in of}) for of in places.values())
+    if len(places) < 2 or has_moved or len({path[0].rpartition(":")[0] for path in paths}) > 1:
+        return None
+    details = [
+        f"{'Process' if len(group) == 1 else 'Processes'} {', '.join(str(stack.pid) for stack in group[:8])}: "
+        f"{printable(place or 'nothing more')}, and there in {printable(group[0].frames[0])}."
+        for place, group in sorted(places.items(), key=lambda each: len(each[1]))
+    ]
+    return Match([stack.line for group in sorted(places.values(), key=len) for stack in group], details[:4])
 
 
 def run_ended(facts: Facts) -> Match | None:
