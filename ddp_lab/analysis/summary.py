@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -101,8 +102,7 @@ def analyse_window(
         problems.append(f"no trace of rank {listed(missing)}; copy the missing files here, or profile again")
     is_complete, mesh = not (problems or absent), mesh_of(record)
     exposed = exposure(timelines, is_complete, mesh)
-    doubts = [f"{each.path}: {'; '.join(each.notes)}" for each in timelines if each.notes]
-    doubts += disagreements(timelines, exposed) if is_complete else []
+    doubts = [*doubts_of(timelines), *(disagreements(timelines, exposed) if is_complete else ())]
     rows = [summary_row(timeline, figures[timeline.rank]) | memory_row(record, timeline.rank) for timeline in timelines]
     return WindowAnalysis(
         window=window,
@@ -115,6 +115,15 @@ def analyse_window(
         problems=problems,
         doubts=doubts,
     )
+
+
+def doubts_of(timelines: list[RankTimeline]) -> list[str]:
+    """A line for each trace with something wrong in it; those that differ only in numbers are one, with the first's."""
+    found: dict[str, list[str]] = {}
+    for timeline in timelines:
+        if said := "; ".join(timeline.notes):
+            found.setdefault(re.sub(r"\d+", "", said), []).append(f"{timeline.path}: {said}")
+    return [alike[0] + f" ({len(alike)} traces are like this)" * (len(alike) > 1) for alike in found.values()]
 
 
 def read_ranks(

@@ -1,8 +1,8 @@
 """What single warnings mean that are no fault, or not always one: `meanings.toml`."""
 
-import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -15,11 +15,7 @@ class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    meaning: list[Meaning]
-
-
 @cache
 def all_meanings() -> list[Meaning]:
-    path = Path(__file__).with_name("meanings.toml")
-    return msgspec.convert(tomllib.loads(path.read_text()), _File).meaning
+    content = Path(__file__).with_name("meanings.toml").read_bytes()
+    return msgspec.toml.decode(content, type=dict[Literal["meaning"], list[Meaning]])["meaning"]

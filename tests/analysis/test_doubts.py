@@ -115,6 +115,17 @@ def test_it_is_on_the_page_and_in_the_terminal(tmp_path: Path, capsys: pytest.Ca
     assert table["collective_calls_per_step"].tolist() == [1, 1] and table["idle_ms"].nunique() == 1
 
 
+def test_many_traces_with_the_same_fault_are_one_line(tmp_path: Path) -> None:
+    for rank in range(2):
+        trace = good("cuda", rank)
+        without(trace, launches_of(trace, "nccl")[rank:])
+        write(tmp_path / f"rank{rank}.pt.trace.json", trace)
+    (said,) = analyse_window(find_windows(tmp_path)[0]).doubts
+    assert "rank0.pt.trace.json: kernels whose launch is missing (3)" in said and said.endswith(
+        "(2 traces are like this)"
+    )
+
+
 def figures(folder: Path) -> tuple[str, list[str]]:
     analysis = analyse_window(find_windows(folder)[0])
     tables = [analysis.summary, analysis.exposure.steps]

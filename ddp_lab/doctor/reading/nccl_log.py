@@ -1,8 +1,7 @@
 """NCCL's log (NCCL_DEBUG=INFO) of any version, as facts about each process that wrote it.
 
-A line's prefix is `host:pid:tid [device]`. Before it may stand a time stamp (2.27 and later) or a launcher's prefix
-(`[1,3]<stdout>:`); after it stand the source file, `NCCL` (from 2.3 on), and INFO or WARN. The formats are from
-src/debug.cc, src/init.cc and src/transport/ of https://github.com/NVIDIA/nccl.
+A line begins with `host:pid:tid [device]`; after it stand the source file, `NCCL` (from 2.3 on), and INFO or WARN. The
+formats are from src/debug.cc, src/init.cc and src/transport/ of https://github.com/NVIDIA/nccl.
 """
 
 import re
