@@ -1,7 +1,6 @@
-"""What keeps the load of experts even.
+"""What keeps the load of experts even. Nothing in routing does.
 
-Nothing in routing does, so the loss of a model gets a term for it (Fedus et al., 2021, "Switch Transformers", equations
-4 to 6):
+Either the loss of a model gets a term for it (Fedus et al., 2021, "Switch Transformers", equations 4 to 6):
 
     coefficient * experts * sum over experts of (share of the tokens that it got) * (mean of its scores)
 
@@ -12,8 +11,9 @@ passes run once more before, without a graph, to count: a step of 3 units of com
 Shares have no gradient. Scores have, on their own rank: the mean over the global batch is a mean over ranks, as that of
 the loss is. So the term is the same for any number of ranks.
 
-The gradient is added where a router makes its scores, when backward is there. By then the shares are known, and what
-the loss's own gradient is. So it is there too where a block runs under activation checkpointing, without a graph.
+Or each expert has a bias, which has no gradient. Tokens choose by score plus bias, and are weighted by score. After a
+step, an expert that got more than the mean of its layer has a bias that is lower by a fixed rate, and one that got less
+a higher one (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts").
 """
 
 from collections.abc import Iterator
@@ -23,27 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-
-class Round:
-    """One forward pass of the model, and the backward pass behind it.
-
-    Attributes:
-        shape: Sequences, and tokens in each.
-        mask: (tokens of all,), of those that count; None: all do.
-        load: For each layer, how many tokens chose each expert, and how many choices were dropped, (experts + 1,).
-        scores: The sum over layers and tokens of what each expert scored, (experts,).
-        rows: Tokens of all layers together.
-        gradient: Of the term with respect to each token's scores, (experts,), as soon as backward begins.
-    """
-
-    def __init__(self, shape: tuple[int, ...], mask: Tensor | None) -> None:
-        self.shape, self.mask = shape, mask
-        self.load: dict[int, Tensor] = {}
-        self.scores: Tensor | float = 0.0
-        self.rows: Tensor | float = 0.0
-        self.gradient: Tensor | None = None
+from expert_parallel.term import Round, Scored, WithTerm
 
 
 class Balance:
@@ -51,15 +32,18 @@ class Balance:
 
     Args:
         coefficient: Of the term; 0: there is none.
+        bias_rate: By which biases move in a step; 0: there are none.
         group: The ranks that share the global batch.
 
     Attributes:
+        biases: For each layer, (experts,), where there are some.
         counts: This forward pass is of a micro-batch of this rank. Otherwise it runs only so that the rank takes part,
             and its tokens are not counted.
     """
 
-    def __init__(self, coefficient: float, group: dist.ProcessGroup) -> None:
-        self._coefficient, self._group = coefficient, group
+    def __init__(self, coefficient: float, bias_rate: float, group: dist.ProcessGroup) -> None:
+        self._coefficient, self._bias_rate, self._group = coefficient, bias_rate, group
+        self.biases: list[Tensor] = []
         self._ahead: list[Tensor] | None = None
         self._total: Tensor | None = None  # of all ranks and micro-batches of the step, if it is known ahead
         self._own: Tensor | None = None  # of this rank, so far
@@ -82,9 +66,13 @@ class Balance:
 
     def load(self) -> Tensor:
         """Of the step that has just run: for each layer, how many tokens of the global batch chose each expert, and how
-        many choices were dropped, (layers, experts + 1). Collective, unless the term has asked for it before."""
+        many choices were dropped, (layers, experts + 1). Moves biases by it. Collective, unless the term has asked for
+        it before."""
         total = self._latest if self.has_term else self._summed(self._own)  # type: ignore[arg-type]
-        return total[:-1].view(self._layers, -1)
+        load = total[:-1].view(self._layers, -1)
+        for bias, of_layer in zip(self.biases, load[:, :-1], strict=False):
+            bias.add_((of_layer.mean() - of_layer).sign(), alpha=self._bias_rate)
+        return load
 
     def end_step(self) -> None:
         self.counts, self._total, self._ahead, self._own = True, None, None, None
@@ -133,35 +121,3 @@ class Balance:
         slope = self._coefficient * len(shares) * shares / this.rows
         with torch.enable_grad():
             output.loss = WithTerm.apply(output.loss, (slope * this.scores).sum(), slope, this)
-
-
-class WithTerm(torch.autograd.Function):
-    """The loss with the term. Backward tells the routers' scores their share of it."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, term: Tensor, slope: Tensor, this: Round) -> Tensor:
-        ctx.slope, ctx.this = slope, this
-        return loss + term
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.this.gradient = gradient * ctx.slope
-        return gradient, None, None, None
-
-
-class Scored(torch.autograd.Function):
-    """Scores, to whose gradient that of the term is added."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, this: Round) -> Tensor:
-        ctx.this = this
-        return scores.view_as(scores)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        term, mask = ctx.this.gradient, ctx.this.mask
-        if term is None:  # backward begins at something else than the loss
-            return gradient, None
-        return gradient + (term if mask is None else mask.unsqueeze(1) * term), None

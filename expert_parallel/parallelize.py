@@ -12,13 +12,14 @@ from context_parallel.parallelize import parallelize_for as cut_model
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import EXPERT, MeshGroups
+from ddp_lab.runtime.settings.mesh import SIGMOID
 from ddp_lab.strategy.accounting import EVERYONE, Collective
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from expert_parallel.balance import Balance
 from expert_parallel.dispatch import Compute, through_experts
 from expert_parallel.experts import Experts
-from expert_parallel.router import Router
+from expert_parallel.router import Router, Way
 from tensor_parallel.cuts import CutParameters, cut_evenly
 from tensor_parallel.plan import enclosing
 from tensor_parallel.traffic import Recomputed
@@ -45,11 +46,13 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
             f"--mesh with ep: {type(module).__name__} has no experts that are known here; take Mixtral, Qwen2-MoE or "
             "Qwen3-MoE, --workload sample-moe, or dp"
         )
-    coefficient = settings.router_aux_loss_coef if settings.output_router_logits else 0.0
+    way = Way(config.router_scores == SIGMOID, config.router_bias is not None, config.capacity_factor)
+    coefficient = settings.router_aux_loss_coef if settings.output_router_logits and not way.has_bias else 0.0
     size = dist.get_world_size(groups.expert)
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
     settings.output_router_logits = False  # its own term is that of one rank
-    balance, parameters = Balance(coefficient, groups.data), CutParameters(dist.get_rank(groups.expert))
+    balance = Balance(coefficient, config.router_bias or 0.0, groups.data)
+    parameters = CutParameters(dist.get_rank(groups.expert))
     recomputed = Recomputed.of(module, config.strategy.activation_checkpointing)
     traffic = Traffic(mixtures, groups, balance, recomputed)
     for layer, (name, mixture) in enumerate(mixtures.items()):
@@ -62,7 +65,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
             parameters.cut(experts, f"{name}.experts", one, cut)
         mixture.experts = Experts(experts.gate_up_proj, experts.down_proj, experts.act_fn, size, traffic.through)
         normalizes = getattr(gate, "norm_topk_prob", True)
-        mixture.gate = Router(gate.weight, gate.top_k, normalizes, layer, balance, config.capacity_factor)
+        mixture.gate = Router(gate.weight, gate.top_k, normalizes, layer, balance, way)
     module.register_forward_pre_hook(balance.begin, prepend=True, with_kwargs=True)
     module.register_forward_hook(balance.end)
     parts = ModelParallel(groups.expert, groups.everyone, parameters.cuts, groups.tensor, traffic=traffic)

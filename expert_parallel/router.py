@@ -5,11 +5,25 @@ first. The others are dropped there: to them this expert adds nothing. As the ru
 for any number of ranks and any batch.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from expert_parallel.balance import Balance
+
+
+class Way(NamedTuple):
+    """Attributes:
+    sigmoid: A score is the sigmoid of a logit over the sum of all, instead of their softmax.
+    has_bias: Experts have biases, that `Balance` moves.
+    capacity_factor: Of the even share of a sequence's tokens, which an expert takes; None: it takes all.
+    """
+
+    sigmoid: bool = False
+    has_bias: bool = False
+    capacity_factor: float | None = None
 
 
 class Router(nn.Module):
@@ -19,8 +33,10 @@ class Router(nn.Module):
         top_k: Experts of a token.
         normalizes: Weights of a token's experts are divided by their sum.
         layer: The number of the layer.
-        capacity_factor: Of the even share; None: nothing is dropped.
+        way: How it scores, whether its experts have biases, and how many tokens they take.
     """
+
+    bias: Tensor
 
     def __init__(
         self,
@@ -29,24 +45,34 @@ class Router(nn.Module):
         normalizes: bool,
         layer: int,
         balance: Balance,
-        capacity_factor: float | None = None,
+        way: Way,
     ) -> None:
         super().__init__()
         self.weight, self.top_k, self._normalizes = weight, top_k, normalizes
-        self._layer, self._balance, self._capacity_factor = layer, balance, capacity_factor
+        self._layer, self._balance, self._way = layer, balance, way
+        if way.has_bias:
+            self.register_buffer("bias", torch.zeros(len(weight), dtype=torch.float32, device=weight.device))
+            balance.biases.append(self.bias)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of (..., features) the logits, (tokens, experts); weights and numbers of tokens' experts, (tokens, k). The
         number of one that drops the token is that of all experts."""
         logits = functional.linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)
-        scores, now = logits.softmax(-1, torch.float32), self._balance.round
-        chosen, kept = scores.detach().topk(self.top_k).indices, None
-        if self._capacity_factor:
-            kept = taken(chosen, len(self.weight), now.shape, now.mask, self._capacity_factor)
+        scores, now, factor = self._scores(logits), self._balance.round, self._way.capacity_factor
+        ranked = scores.detach() + self.bias if self._way.has_bias else scores.detach()
+        chosen = ranked.topk(self.top_k).indices
+        kept = taken(chosen, len(self.weight), now.shape, now.mask, factor) if factor else None
         weights = self._balance.watched(self._layer, scores, chosen, kept).gather(1, chosen)
         if self._normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights, chosen if kept is None else chosen.masked_fill(~kept, len(self.weight))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """They add up to 1 for each token, (tokens, experts)."""
+        if not self._way.sigmoid:
+            return logits.softmax(-1, torch.float32)
+        scores = logits.float().sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
 
 
 def taken(chosen: Tensor, experts: int, shape: tuple[int, ...], mask: Tensor | None, factor: float) -> Tensor:

@@ -15,7 +15,7 @@ from ddp_lab.runtime.settings.checkpoints import CheckpointSettings
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, CommunicationSettings
 from ddp_lab.runtime.settings.data import DataSettings
 from ddp_lab.runtime.settings.field import Rules, check, flag_name, flags_of
-from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZIGZAG, MeshSettings
+from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, SOFTMAX, ZB_H1, ZIGZAG, MeshSettings
 from ddp_lab.runtime.settings.profiling import ProfilingSettings
 from ddp_lab.runtime.settings.training import TrainingSettings
 from ddp_lab.strategy.options import FP16, StrategyOptions
@@ -88,8 +88,8 @@ RULES: Rules = (
         "--compile, --lora-rank and --overlap-optimizer: must be without pp",
     ),
     (
-        lambda c: c.has_experts or c.capacity_factor is None,
-        "--capacity-factor {0.capacity_factor}: must be with --mesh and ep",
+        lambda c: c.has_experts or (c.router_scores, c.router_bias, c.capacity_factor) == (SOFTMAX, None, None),
+        "--router-scores, --router-bias and --capacity-factor: must be with --mesh and ep",
     ),
     (
         lambda c: not c.has_experts or Mesh.parse(str(c.mesh)).degrees.keys() <= {DATA, EXPERT},

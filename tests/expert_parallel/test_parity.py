@@ -49,14 +49,17 @@ def train(mesh: str, choice: str, model: str, steps: list[Split], options: dict[
         return result
 
 
-def train_alone(model: str, steps: list[Split], options: dict[str, Any]) -> dict[str, Any]:
-    """The same on one rank, each step one batch."""
-    with strategy_in_pipeline("ep=1", "simple_ddp", model, **options) as strategy:
-        strategy.load_full_state_dict(build(model).state_dict())
-        result: dict[str, Any] = {"loss": [], "grad_norm": [], "norm": [], "load": []}
+def train_in(mesh: str, choice: str, model: str, steps: list[Split], options: dict[str, Any]) -> dict[str, Any]:
+    """The same; on one rank each step is one batch."""
+    with strategy_in_pipeline(mesh, choice, model, **options) as strategy:
+        biases = {name: one.zero_() for name, one in strategy.module.named_buffers() if name.endswith("gate.bias")}
+        strategy.load_full_state_dict(build(model).state_dict() | biases)
+        result: dict[str, Any] = {"loss": [], "grad_norm": [], "norm": [], "load": [], "own_loss": 0, "own_state": {}}
         for index, split in enumerate(steps):
             strategy.zero_grad()
-            result["loss"].append(strategy.forward_backward([joined(global_batch(model, split, index))]).item())
+            batches = global_batch(model, split, index)
+            own = [joined(batches)] if strategy.group_size == 1 else batches[strategy.data_parallel_rank]
+            result["loss"].append(strategy.forward_backward(own).item())
             result["grad_norm"].append(strategy.verdict.loss_and_norm[1])
             result["load"].append(strategy.verdict.expert_load)
             result["norm"].append(strategy.clip_grad_norm_(0.5).item())
@@ -108,15 +111,32 @@ def test_experts_over_ranks(
     check(ranks, mesh, choice, model, steps, options)
 
 
-@each_row("mesh, choice, model", [("dp=2,ep=2", "zero1", "lm, mixtral"), ("ep=2", "zero3", "lm, qwen")])
-def test_tokens_are_dropped_as_in_one_process(ranks: RankPool, mesh: str, choice: str, model: str) -> None:
-    size, options = Mesh.parse(mesh).size, {"capacity_factor": 0.9}
+BIASED = {"router_bias": 0.05, "router_scores": "sigmoid"}
+
+
+@each_row(
+    "mesh, choice, model, options",
+    [
+        ("dp=2,ep=2", "zero1", "lm, mixtral", {"capacity_factor": 0.9}),
+        ("ep=2", "zero3", "lm, qwen", {"capacity_factor": 0.9, "router_scores": "sigmoid"}),
+        ("dp=2,ep=2", "zero2", "lm, mixtral", {**BIASED, "activation_checkpointing": "block"}),
+    ],
+)
+def test_what_models_do_not_have_is_the_same_on_one_rank(
+    ranks: RankPool, mesh: str, choice: str, model: str, options: dict[str, Any]
+) -> None:
+    """Tokens are dropped, biases move, scores are of another kind."""
+    size = Mesh.parse(mesh).size
     steps = [split[:size] for split in UNEVEN]
-    results = ranks.run(size, train, mesh, choice, model, steps, options)
-    (expected,) = ranks.run(1, train_alone, model, steps, options)
+    results = ranks.run(size, train_in, mesh, choice, model, steps, options)
+    (expected,) = ranks.run(1, train_in, "ep=1", "simple_ddp", model, steps, options)
     assert_parity(results, expected, TOLERANCE["sgd"])
-    assert all(result["load"] == expected["load"][0] for result in results)
-    assert all(of_layer[-1] > 0 for of_layer in expected["load"][0])
+    assert all(result["load"] == expected["load"] for result in results)
+    drops = [of_layer[-1] for load in expected["load"] for of_layer in load]
+    assert any(drops) == ("capacity_factor" in options)
+    for name, bias in expected["state"].items() if "router_bias" in options else ():
+        if name.endswith("gate.bias"):
+            assert set(bias.abs().div(0.05).round().tolist()) <= {0, 1, 2, 3} and bias.any()
 
 
 def refused(mesh: str, choice: str, model: str) -> str:

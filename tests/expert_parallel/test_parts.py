@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from ddp_lab.analysis.report.pages.experts import experts_section, relative
+from expert_parallel.balance import Balance
 from expert_parallel.experts import grouped, products
-from expert_parallel.router import taken
+from expert_parallel.router import Router, Way, taken
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -53,3 +56,18 @@ def test_the_report_shows_who_gets_how_many_tokens() -> None:
     (section,) = experts_section({"step_expert_load": [None, *load]})
     assert "1.25 of it in step 1 and 2.25 in step 2; at most 3.00" in section.text and "8.3 %" in section.text
     assert section.figure is not None and "layer 1, expert 2" in section.figure
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_a_bias_decides_over_the_choice_and_not_over_the_weight(sigmoid: bool) -> None:
+    weight = nn.Parameter(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    hidden = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    balance = Balance(0.0, 0.1, dist.group.WORLD)
+    router = Router(weight, 2, False, 0, balance, Way(sigmoid, has_bias=True))
+    router.bias[3] = 10.0
+    balance.begin(router, (torch.zeros(1, 6),), {})
+    logits, weights, chosen = router(hidden)
+    scores = logits.sigmoid() if sigmoid else logits.exp()
+    scores = scores / scores.sum(-1, keepdim=True)
+    assert (chosen[:, 0] == 3).all() and (chosen[:, 1] == scores[:, :3].argmax(-1)).all()
+    torch.testing.assert_close(weights, scores.gather(1, chosen))

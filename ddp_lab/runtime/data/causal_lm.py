@@ -93,7 +93,7 @@ def sample_model(config: RunConfig) -> nn.Module:
     if config.workload != "sample-moe":
         return LlamaForCausalLM(LlamaConfig(intermediate_size=704, **both))
     both |= {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
-    both |= {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    both |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
     return MixtralForCausalLM(MixtralConfig(intermediate_size=320, **both))
 
 

@@ -8,6 +8,7 @@ from ddp_lab.runtime.settings.field import flag
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1 = PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 ZIGZAG = "zigzag"
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
 CONTEXT_PARALLEL = ("ring", ZIGZAG, ULYSSES := "ulysses")
 _mesh = partial(flag, "mesh")
 
@@ -61,6 +62,17 @@ class MeshSettings:
         "with cp, how attention reaches the tokens of other ranks: keys go around, with tokens in order or so that all "
         "ranks compute equally much, or tokens are exchanged for heads (docs/how-it-works/context_parallel.md)",
         choices=CONTEXT_PARALLEL,
+    )
+    router_scores: str = _mesh(
+        SOFTMAX,
+        "with ep, what routers make of logits: their softmax, or the sigmoid of each over the sum of all",
+        choices=(SOFTMAX, SIGMOID),
+    )
+    router_bias: float | None = _mesh(
+        None,
+        "with ep, keep the load of experts even by biases that move by so much in a step, instead of by a term of the "
+        "loss (docs/how-it-works/expert_parallel.md; default: as the model has it)",
+        above_zero=True,
     )
     capacity_factor: float | None = _mesh(
         None,
