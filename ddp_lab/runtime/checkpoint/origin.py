@@ -48,6 +48,9 @@ MUST_EQUAL = (
     "reduce_dtype",
     "master_dtype",
     "compress",
+    "router_scores",
+    "router_bias",
+    "capacity_factor",
     "depth",
     "width",
 )
