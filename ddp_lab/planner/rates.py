@@ -44,20 +44,35 @@ def flops_of_a_sample(model: Model, sequence_length: int) -> float | None:
 
     A token of a transformer takes 6 P + 12 L d s (Chowdhery et al., 2022, "PaLM", appendix B): P elements of matrices
     that tokens are multiplied by, L layers, attention d wide over all heads, and s tokens in a sample. What is computed
-    again in backward does not count. Of models of images it is counted by operator.
+    again in backward does not count. Of models of images it is counted by operator. None if it is not known.
     """
     with torch.device("meta"):
         module = model.build()
     if model.kind == IMAGES:
         return model_flops(module, model.micro_batches(1, 1, sequence_length)[0])
-    products = sum(
-        weight.numel()
-        for each in module.modules()
-        if not isinstance(each, nn.Embedding)
-        for weight in each.parameters(recurse=False)
-        if weight.ndim == 2
-    )
     config = model.configuration()
+    products = multiplied(module, getattr(config, "num_experts_per_tok", None))
+    if products is None:
+        return None
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return float(sequence_length * (6 * products + 12 * config.num_hidden_layers * width * sequence_length))
+
+
+def multiplied(module: nn.Module, experts_per_token: int | None) -> float | None:
+    """Elements of the matrices that a token is multiplied by: of E experts k / E of their elements, of all else all.
+
+    None if there are experts, and not said how many a token gets.
+    """
+    total = 0.0
+    for each in module.modules():
+        if isinstance(each, nn.Embedding | nn.Conv1d):
+            continue
+        for name, weight in each.named_parameters(recurse=False):
+            if weight.ndim == 2 and "bias" not in name:
+                total += weight.numel()
+            elif weight.ndim == 3:  # transformers stacks experts
+                if experts_per_token is None:
+                    return None
+                total += weight.numel() * experts_per_token / weight.shape[0]
+    return total

@@ -7,7 +7,7 @@ from math import log2
 
 from rich.console import Console
 
-from ddp_lab.planner.beside import smaller, what_fits
+from ddp_lab.planner.beside import compiled, smaller, what_fits, what_is_faster
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.plan import Case, cores, outcomes, simulating
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     lines += recommendation(best, pairs) if best else what_is_missing(pairs, options.jobs)
     mesh = None if options.mesh == AUTO else cases[0].config.mesh
     lines += [against_plain(best, pairs, levels[0], mesh)] if best else []
+    lines += if_compiled(best, options.jobs) if best and not options.record else []
     for line in ["", *lines, *(f"Left out: {line}" for line in left_out), *certainty(plan)]:
         console.print(line, soft_wrap=True, markup=False)
     if options.csv is not None:
@@ -77,7 +78,9 @@ def cases_to_search(options: argparse.Namespace) -> tuple[list[Case], list[str]]
         with_stages = [case for case in cases if case.config.has_stages]
         cases = [without_needless_mesh(case) for case in cases if not case.config.has_stages]
         if with_stages:
-            left_out.append(f"pipelines; --mesh {with_stages[0].config.mesh} searches over one of them")
+            left_out.append(
+                f"pipelines, each of which takes as long as all else; --mesh {with_stages[0].config.mesh} searches one"
+            )
     return cases, left_out
 
 
@@ -162,6 +165,15 @@ def against_plain(best: Pair, pairs: Sequence[Pair], level: str, mesh: str | Non
     slower = 100 * (1 - of["step_time_ms"] / other[0]["step_time_ms"])
     told = f"`ddp-lab plan` would take {described(other[1])}: {speed(other[0])}"
     return f"{told}, {max(slower, 0):.0f} % less, with {gib(other[0]['spare_bytes'])} unused."
+
+
+def if_compiled(best: Pair, jobs: int | None) -> list[str]:
+    """Whether the best would be faster with `--compile`, which is not searched over."""
+    of, found = best
+    tried = list(compiled(found.case, found.outcome.choice))
+    return (
+        what_is_faster(of, tried, list(outcomes([(each.case, each.choice) for each in tried], jobs))) if tried else []
+    )
 
 
 def what_is_missing(pairs: Sequence[Pair], jobs: int | None) -> list[str]:

@@ -22,7 +22,7 @@ from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
 from ddp_lab.planner.plan import Case, Outcome
-from ddp_lab.planner.rates import TABLE, flops_of_a_sample, listed_price
+from ddp_lab.planner.rates import TABLE, flops_of_a_sample, listed_price, multiplied
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, WIDTH
 from ddp_lab.planner.report.command_line import runner_command
 from ddp_lab.planner.report.recommendation import reasons, recommended
@@ -77,6 +77,27 @@ def test_flops_by_formula_are_those_of_a_run(type: str, task: str, kv_heads: int
     model = models.Model("tiny", type, {**shape, **more, "vocab_size": 200}, task=task)
     counted = model_flops(model.build(), model.micro_batches(1, 2, 32)[0])
     assert counted is not None and counted == pytest.approx(flops_of_a_sample(model, 32), rel=2e-3)
+
+
+@each_row(
+    ("type", "experts", "alike"),
+    [
+        ("mixtral", {"num_local_experts": 8, "intermediate_size": 96}, {"intermediate_size": 192}),
+        ("olmoe", {"num_experts": 8, "intermediate_size": 96}, {"intermediate_size": 192}),
+        ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 96, "head_dim": 16}, {"intermediate_size": 192}),
+    ],
+)
+def test_of_experts_those_count_that_a_token_gets(type: str, experts: dict[str, int], alike: dict[str, int]) -> None:
+    """Two of eight as wide as one of twice the width, and the router."""
+    both = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    both["vocab_size"] = 200
+    mixture = models.Model("m", type, {**both, **experts, "num_experts_per_tok": 2}, task="causal-lm")
+    dense = flops_of_a_sample(models.Model("d", "llama", {**both, **alike}, task="causal-lm"), 32)
+    assert dense and flops_of_a_sample(mixture, 32) == dense + 32 * 6 * 2 * 64 * 8
+    unsaid = models.Model(
+        "u", "granitemoe", {**both, "intermediate_size": 96, "num_local_experts": 8}, task="causal-lm"
+    )
+    assert multiplied(unsaid.build(), None) is None
 
 
 def test_prices_are_of_devices_that_there_are() -> None:

@@ -113,6 +113,7 @@ def test_search_from_beginning_to_end(tmp_path: Path) -> None:
     assert "A global batch of 8 samples of 16 tokens; causal-lm, bf16." in answer.stdout
     assert "Take zero1, one micro-batch of 4, no recomputation: " in answer.stdout
     assert "--ddp-choice zero1 --task causal-lm " in answer.stdout and "would take the same." in answer.stdout
+    assert "Faster, of zero1: --compile " in answer.stdout
     found = pd.read_csv(table)
     assert found.fits[0] == "yes" and found.micro_batch_size.max() == 4
 
