@@ -126,6 +126,14 @@ def test_many_traces_with_the_same_fault_are_one_line(tmp_path: Path) -> None:
     )
 
 
+def test_a_device_whose_clock_is_behind_is_set(tmp_path: Path) -> None:
+    """By 400 us; set by 350, since kernels begin 50 us after their launch."""
+    whole = figures(written(tmp_path / "whole", "cuda", lambda trace: None))[0]
+    set_right = figures(written(tmp_path / "behind", "cuda", OF_DEVICE["a device's clock"][0]))[0]
+    early = figures(written(tmp_path / "early", "cuda", lambda t: shifted(of(t, "gemm", "add", "nccl"), -50)))[0]
+    assert set_right == early != whole
+
+
 def figures(folder: Path) -> tuple[str, list[str]]:
     analysis = analyse_window(find_windows(folder)[0])
     tables = [analysis.summary, analysis.exposure.steps]

@@ -33,17 +33,20 @@ def with_launches(events: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def without_early(events: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """`events` without kernels that begin before their launch; all of them if the device's clock is behind."""
+    """`events` without kernels that begin before their launch. If most do, the device's clock is behind: it is set."""
     by_us = (events["launch"] - events["start"]).to_numpy()
-    early = by_us > EARLY_US
-    count, launched = int(early.sum()), int(events["launch"].notna().sum())
+    count = int((by_us > EARLY_US).sum())
     if not count:
         return events, []
-    if 2 * count > launched:
-        said = f"the device's clock is {np.nanmax(by_us) / 1000:.3f} ms or more behind the host's, so idle time of the"
-        return events, [f"{said} first step, and times after backward, are wrong by that"]
-    said = f"kernels that begin before they were launched are left out ({count}), so busy time lacks theirs"
-    return events[~early], [said]
+    if 2 * count <= events["launch"].notna().sum():
+        said = f"kernels that begin before they were launched are left out ({count}), so busy time lacks theirs"
+        return events[~(by_us > EARLY_US)], [said]
+    behind_us, mended = np.nanmax(by_us), events.copy()
+    mended.loc[events["stream"] != "", ["start", "end"]] += behind_us
+    said = (
+        f"the device's clock is {behind_us / 1000:.3f} ms or more behind the host's: what ran there counts that later"
+    )
+    return mended.sort_values("start", kind="stable"), [said]
 
 
 def of_timeline(kernels: pd.DataFrame, steps: pd.DataFrame, operators: pd.DataFrame) -> Iterator[str]:
