@@ -32,7 +32,7 @@ from ddp_lab.strategy.replicated import ReplicatedStrategy
 class BucketDDP(ReplicatedStrategy):
     """Non-blocking all-reduces, one a bucket, started during the last backward pass of a step."""
 
-    supports = Supports(compress=True, overlap_optimizer=True)
+    supports = Supports(compress=True, overlap_optimizer=True, experts=True)
     reduces_in_backward = True
 
     def prepare(self) -> None:
@@ -40,7 +40,8 @@ class BucketDDP(ReplicatedStrategy):
         self.early = EarlyUpdates(self)
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
         is_one = self.is_in_pipeline and self.group_size == 1  # there is nobody to send a stage's gradients to
-        self.buckets = [] if is_one else [Bucket(each) for each in fill_buckets(self.trainable.values(), cap_bytes)]
+        filled = fill_buckets(self.trainable.values(), cap_bytes, self.group_of)
+        self.buckets = [] if is_one else [Bucket(each) for each in filled]
         self._order = FixedOrder(self.buckets)
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.parameters):
@@ -73,7 +74,8 @@ class BucketDDP(ReplicatedStrategy):
 
     def _start(self, bucket: Bucket) -> None:
         bucket.complete()
-        bucket.work = self.all_reduce(bucket.flat, bucket.views, async_op=True)
+        group = self.group_of(bucket.parameters[0])
+        bucket.work = self.all_reduce(bucket.flat, bucket.views, async_op=True, group=group)
 
     def finish_gradient_synchronization(self) -> None:
         for bucket in self._order.rest():  # behind a gradient that backward did not make on this rank
@@ -99,4 +101,4 @@ class BucketDDP(ReplicatedStrategy):
         return [bucket.flat for bucket in self.buckets] or super().gradient_tensors()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces(len(self.buckets), self.trainable.values())
+        return self.gradient_all_reduces([bucket.parameters[0] for bucket in self.buckets], self.trainable.values())

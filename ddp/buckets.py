@@ -1,6 +1,6 @@
 """Buckets of gradients: flat buffers into which `parameter.grad` is a view, and how parameters are put into them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -98,16 +98,26 @@ def usual_cap_bytes(parameters: Iterable[nn.Parameter]) -> float:
     return min(DEFAULT_CAP_MB * 2**20, bytes_of(parameters) / FEWEST_BUCKETS)
 
 
-def fill_buckets(parameters: Iterable[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:
+def fill_buckets(
+    parameters: Iterable[nn.Parameter],
+    cap_bytes: float,
+    group_of: Callable[[nn.Parameter], Hashable] = lambda _: None,
+) -> list[list[nn.Parameter]]:
     """Fill buckets with `parameters` in reversed order, a new one where dtype changes or `cap_bytes` would be passed.
 
-    A parameter larger than `cap_bytes` gets a bucket of its own.
+    A parameter larger than `cap_bytes` gets a bucket of its own. Those of different groups share none; buckets are in
+    the order in which backward completes them.
     """
+    filled: dict[Hashable, list[nn.Parameter]] = {}  # of each group, the latest
     buckets: list[list[nn.Parameter]] = []
-    for parameter in reversed(list(parameters)):
-        fits = buckets and buckets[-1][0].dtype == parameter.dtype and buckets[-1][0].device == parameter.device
-        if fits and bytes_of(buckets[-1]) + bytes_of([parameter]) <= cap_bytes:
-            buckets[-1].append(parameter)
+    places: dict[nn.Parameter, int] = {}
+    for place, parameter in enumerate(reversed(list(parameters))):
+        places[parameter] = place
+        bucket = filled.get(group := group_of(parameter))
+        fits = bucket and bucket[0].dtype == parameter.dtype and bucket[0].device == parameter.device
+        if bucket and fits and bytes_of(bucket) + bytes_of([parameter]) <= cap_bytes:
+            bucket.append(parameter)
         else:
-            buckets.append([parameter])
-    return buckets
+            filled[group] = [parameter]
+            buckets.append(filled[group])
+    return sorted(buckets, key=lambda bucket: places[bucket[-1]])

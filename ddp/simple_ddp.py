@@ -27,4 +27,4 @@ class SimpleDDP(ReplicatedStrategy):
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         parameters = list(self.trainable.values()) * micro_batches
-        return self.gradient_all_reduces(len(parameters), parameters)
+        return self.gradient_all_reduces(parameters, parameters)

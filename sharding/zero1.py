@@ -50,8 +50,7 @@ class Zero1(ShardedStrategy):
         self.flats = [
             self.make_flat(parameters, self.ranks_of(parameters[0]), self.placement)
             for segment in segments(self.module, with_frozen="parameters" in self.saves_shards_of)
-            for _, held in self.by_group(segment)
-            for parameters in fill_buckets(held, cap_bytes)
+            for parameters in fill_buckets(segment, cap_bytes, self.group_of)
         ]
         self.broadcast_plain_tensors()
         if self.buffers() and self.shard_group is self.process_group:  # or forward would wait for all parameters

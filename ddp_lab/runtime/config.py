@@ -25,7 +25,15 @@ from ddp_lab.strategy.recompute.setting import NONE as NO_BLOCKS
 SEQUENCE_PARALLEL, ASYNC = "-sp", "-async"
 """Behind a mesh in the label of a run."""
 
-NOT_WITH_EXPERTS = ("compile", "compress", "reduce_dtype", "param_dtype", "master_dtype", "offload")
+NOT_WITH_EXPERTS = (
+    "compile",
+    "compress",
+    "reduce_dtype",
+    "param_dtype",
+    "master_dtype",
+    "offload",
+    "overlap_optimizer",
+)
 
 RULES: Rules = (
     (

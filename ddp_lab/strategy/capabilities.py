@@ -82,7 +82,8 @@ NO_REPLICAS = (
     "pytorch_zero2 or pytorch_zero3, or --mesh dp=N"
 )
 NO_EXPERTS = (
-    "--mesh with ep: this strategy reduces all gradients over the same ranks; take simple_ddp, zero1, zero2 or zero3"
+    "--mesh with ep: this strategy reduces all gradients over the same ranks; take tp, simple_ddp, zero1, zero2 "
+    "or zero3"
 )
 NO_CAST = (
     "--param-dtype: this strategy computes with the parameters that it updates; take zero1, zero2, zero3, "

@@ -118,22 +118,24 @@ class ReplicatedStrategy(Strategy):
         """The broadcasts of `before_step`."""
         return buffer_broadcasts(self.module, self.group_size)
 
-    def gradient_all_reduces(self, calls: int, gradients: Iterable[Tensor]) -> list[Collective]:
-        """What a replicated step sends: `calls` all-reduces, of all `gradients` together, and broadcasts of buffers."""
-        gradients = list(gradients)
-        if not calls:
+    def gradient_all_reduces(
+        self, calls: int | Sequence[nn.Parameter], gradients: Iterable[Tensor]
+    ) -> list[Collective]:
+        """What a replicated step sends: all-reduces of all `gradients` together, and broadcasts of buffers.
+
+        Args:
+            calls: How many. Where they may be over different ranks, a parameter of each.
+        """
+        gradients, count = list(gradients), calls if isinstance(calls, int) else len(calls)
+        if not count:
             return self.buffer_traffic()
         if self.compression is not None:
-            return [*self.compression.traffic(calls, gradients), *self.buffer_traffic()]
-        by_group = self.by_group(gradients)
-        counts = [calls] if len(by_group) == 1 else [len(held) for _, held in by_group]  # experts: each by itself
-        return [
-            *(
-                Collective("all_reduce", count, bytes_of(held), dist.get_world_size(group), "gradients")
-                for count, (group, held) in zip(counts, by_group, strict=True)
-            ),
-            *self.buffer_traffic(),
-        ]
+            return [*self.compression.traffic(count, gradients), *self.buffer_traffic()]
+        sent = []
+        for group, held in self.by_group(gradients):
+            number = calls if isinstance(calls, int) else sum(self.group_of(one) is group for one in calls)
+            sent.append(Collective("all_reduce", number, bytes_of(held), dist.get_world_size(group), "gradients"))
+        return [*sent, *self.buffer_traffic()]
 
 
 def references(tensor: Tensor) -> int:

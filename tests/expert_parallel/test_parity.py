@@ -98,6 +98,7 @@ def check(ranks: RankPool, mesh: str, choice: str, model: str, steps: list[Split
         ("ep=2", "simple_ddp", "lm, qwen", ONE_EACH, {}),
         ("dp=2,ep=2", "simple_ddp", "lm, mixtral", UNEVEN, {}),
         ("dp=2,ep=1", "zero2", "lm, mixtral", UNEVEN, {}),
+        ("dp=2,ep=2", "tp", "lm, mixtral", UNEVEN, {"bucket_cap_mb": 0.01}),
         ("ep=4", "zero1", "lm, mixtral", UNEVEN, {}),
         ("dp=2,ep=2", "zero2", "lm, qwen", ONE_EACH, {"activation_checkpointing": "block"}),
         ("dp=2,ep=2", "zero3", "lm, mixtral", ONE_EACH, {}),
@@ -167,7 +168,7 @@ def test_models_that_are_refused(ranks: RankPool, mesh: str, choice: str, model:
         ({"mesh": "ep=2", "compress": "int8"}, "must be without ep, or without --compile, --compress"),
         ({"mesh": "ep=2", "loss_chunks": 2}, "must be without ep"),
         ({"mesh": "dp=2", "capacity_factor": 1.0}, "must be with --mesh and ep"),
-        ({"mesh": "ep=2", "choice": "tp"}, "take simple_ddp, zero1, zero2 or zero3"),
+        ({"mesh": "ep=2", "choice": "pytorch_tp"}, "take tp, simple_ddp, zero1, zero2 or zero3"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:

@@ -33,7 +33,7 @@ def strategy_in_pipeline(
     with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
         module = build(model, seed=dist.get_rank())
         flags = {"pipeline_schedule": schedule, "stages_per_rank": stages_per_rank, **options}
-        flags |= {"bucket_cap_mb": 25.0} if choice == "tp" else {}
+        flags = {"bucket_cap_mb": 25.0} | flags if choice == "tp" else flags
         config = RunConfig.of(choice=choice, mesh=mesh, **flags)
         parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, groups, CPU)
         settings = replace(config.strategy, model_parallel=parts, shard_groups=groups.shard_groups)
