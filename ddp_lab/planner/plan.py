@@ -89,6 +89,8 @@ class Outcome:
 
 Task = tuple[Case, str]
 """A case and a choice."""
+Simulate = Callable[[Sequence[Task]], Iterator[Outcome]]
+"""Gives the outcome of each task, in their order."""
 
 # Simulating -----------------------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ def cores() -> int:
 
 
 @contextmanager
-def simulating(jobs: int) -> Iterator[Callable[[Sequence[Task]], Iterator[Outcome]]]:
+def simulating(jobs: int) -> Iterator[Simulate]:
     """A function that gives the outcome of each case and choice, in their order, by so many processes, which stay for
     further calls; 1: in this process."""
     if jobs <= 1:

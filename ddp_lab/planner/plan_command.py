@@ -1,6 +1,7 @@
 """`ddp-lab plan`: all choices for a model on a cluster, and one of them recommended."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -11,11 +12,12 @@ from rich.table import Table
 
 from ddp_lab.planner.beside import besides
 from ddp_lab.planner.choices import choices
+from ddp_lab.planner.coarse import worth_simulating
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.flags import AS_THE_RUNNERS, chosen_model
 from ddp_lab.planner.meshes import on_all_meshes, required
-from ddp_lab.planner.plan import GIB, Case, Outcome, outcomes
+from ddp_lab.planner.plan import GIB, Case, Outcome, Simulate, Task, cores, simulating
 from ddp_lab.planner.rates import Price, listed_price
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN, WIDTH
 from ddp_lab.planner.report.command_line import runner_command
@@ -84,12 +86,23 @@ def planned(options: argparse.Namespace) -> Plan:
     wanted = options.choices.split(",") if options.choices else None
     choices(wanted, [case.mesh for case in cases])  # each goes with one of them
     tasks = [(case, name) for case in cases for name in choices(None, [case.mesh]) if not wanted or name in wanted]
+    later = [task for task in tasks if task[0].config.has_stages] if options.mesh == AUTO else []
+    first = [task for task in tasks if task not in later]
+    with simulating(min(options.jobs or cores(), len(tasks))) as simulate:
+        found = told(simulate, first, f"choices for {cases[0].model.name}")
+        later, slower = worth_simulating(later, found, cases[0])
+        found += told(simulate, later, "choices with a pipeline") if later else []
+    return Plan(cases, found, [*left_out, *slower])
+
+
+def told(simulate: Simulate, tasks: Sequence[Task], of: str) -> list[Outcome]:
+    """The outcomes of these tasks, each with a line when it is there."""
     found: list[Outcome] = []
-    with long_work(f"simulating {len(tasks)} choices for {cases[0].model.name}", len(tasks)) as tell:
-        for outcome in outcomes(tasks, options.jobs):
+    with long_work(f"simulating {len(tasks)} {of}", len(tasks)) as tell:
+        for outcome in simulate(tasks):
             found.append(outcome)
             tell(gist(outcome))
-    return Plan(cases, found, left_out)
+    return found
 
 
 def gist(outcome: Outcome) -> str:

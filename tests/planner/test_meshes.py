@@ -8,11 +8,15 @@ import pytest
 
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models
+from ddp_lab.planner.coarse import least_step_s, worth_simulating
 from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.meshes import all_meshes, on_all_meshes
+from ddp_lab.planner.plan import outcome
+from ddp_lab.planner.plan_command import filled
 from ddp_lab.runtime.errors import UserError
 from tests.in_process import run_in_process
-from tests.plans import case
+from tests.plans import case, simulation
 from tests.tables import each_row
 
 TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
@@ -67,6 +71,26 @@ def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
     assert left_out[-1] == "pp=8: --mesh with pp: 2 blocks cannot be cut into 8 stages; take fewer"
     with pytest.raises(UserError, match="--mesh auto: no mesh fits; dp=8: --global-batch-size 8"):
         on_all_meshes(replace(large, model=models.from_sizes(64, 96, 1, 1, 1, 50)), {})
+
+
+def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it() -> None:
+    """Its step takes at least so long, and is not the fastest. Nothing is left out where nothing else fits."""
+    few = case("4xL4", batch=64)
+    made = replace(few, model=models.from_sizes(256, 1024, 4, 4, 4, 50), costs=costs_of(few.cluster, "fp32"))
+    many = replace(made, config=few.config.but(grad_accum_steps=1))
+    tasks = [(filled(each), "zero1") for each in on_all_meshes(many, {})[0]]
+    pipelines = [task for task in tasks if task[0].config.has_stages]
+    found = [outcome(*task) for task in tasks if task not in pipelines]
+    kept, lines = worth_simulating(pipelines, found, many)
+    best_s = min(one.simulated.step_time_s for one in found if one.simulated)
+    assert len(lines) == len(pipelines) - len(kept) and lines
+    for task in pipelines:
+        simulated = outcome(*task).simulated
+        assert simulated and simulated.step_time_s >= least_step_s(task[0], found, 1) > 0, task[0].mesh
+        assert task in kept or simulated.step_time_s > best_s
+    assert least_step_s(pipelines[0][0], found, steps=8) == 0
+    nothing_fits = [replace(one, simulated=simulation(1, 0, 99)) for one in found]
+    assert worth_simulating(pipelines, nothing_fits, many) == (pipelines, [])
 
 
 def test_plan_of_all_meshes(tmp_path: Path) -> None:
