@@ -106,24 +106,18 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, kind: str, case: str)
 
 
 def test_it_is_on_the_page_and_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path / "profile" / "x", "cuda", OF_DEVICE["no launches of NCCL"][0])
-    assert main("reports", ["--trace-dir", str(tmp_path / "profile" / "x")]) == 0
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    page = (tmp_path / "reports" / "x" / "summary.html").read_text()
-    assert "rank1.pt.trace.json: kernels whose launch is missing (3) count" in said and "Doubtful: " in page
-    table = pd.read_csv(tmp_path / "reports" / "x" / "summary.csv")
-    assert table["collective_calls_per_step"].tolist() == [1, 1] and table["idle_ms"].nunique() == 1
-
-
-def test_many_traces_with_the_same_fault_are_one_line(tmp_path: Path) -> None:
+    """Of both ranks in one line, since they differ only in the number."""
     for rank in range(2):
         trace = good("cuda", rank)
         without(trace, launches_of(trace, "nccl")[rank:])
-        write(tmp_path / f"rank{rank}.pt.trace.json", trace)
-    (said,) = analyse_window(find_windows(tmp_path)[0]).doubts
-    assert "rank0.pt.trace.json: kernels whose launch is missing (3)" in said and said.endswith(
-        "(2 traces are like this)"
-    )
+        write(tmp_path / "profile" / "x" / f"rank{rank}.pt.trace.json", trace)
+    assert main("reports", ["--trace-dir", str(tmp_path / "profile" / "x")]) == 0
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    page = (tmp_path / "reports" / "x" / "summary.html").read_text()
+    assert "rank0.pt.trace.json: kernels whose launch is missing (3) count" in said and "Doubtful: " in page
+    assert said.endswith("(2 traces are like this)")
+    table = pd.read_csv(tmp_path / "reports" / "x" / "summary.csv")
+    assert table["collective_calls_per_step"].tolist() == [1, 1] and table["idle_ms"].nunique() == 1
 
 
 def test_a_device_whose_clock_is_behind_is_set(tmp_path: Path) -> None:
