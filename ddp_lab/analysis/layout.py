@@ -77,7 +77,8 @@ def fits_together(record: Any) -> None:
         raise ValueError(f"memory: rows of ranks {ranks[:9]} in a run of {record.world_size}")
     if mesh and prod(int(part.partition("=")[2]) for part in mesh.split(",")) != record.world_size:
         raise ValueError(f"config.mesh: {mesh} in a run of {record.world_size} ranks")
-    empty = [name for name in ("eval", "memory", "train_loss") if not getattr(record, name)]
+    needed = ("memory", "train_loss") if record.config.no_eval else ("eval", "memory", "train_loss")
+    empty = [name for name in needed if not getattr(record, name)]
     if empty and not record.ended.problem:
         raise ValueError(f"{empty[0]}: empty, though the run completed")
 
@@ -86,7 +87,9 @@ SETTINGS = layout(
     "Settings",
     {Line: "workload precision", Several: "global_batch_size grad_accum_steps epochs"},
     {  # what is off by default may be missing: the run is older than the flag
-        bool: dict.fromkeys(("no_profile", "tf32", "compile", "overlap_optimizer", "find_unused_parameters"), False),
+        bool: dict.fromkeys(
+            ("no_eval", "no_profile", "tf32", "compile", "overlap_optimizer", "find_unused_parameters"), False
+        ),
         Count: {"seed": 0, "warmup_steps": 0},
         Several: {"loss_chunks": 1},
         Several | None: or_none("max_steps sequence_length nodes lora_rank lora_alpha"),

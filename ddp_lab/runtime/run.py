@@ -177,11 +177,12 @@ def train_and_record(
         on_every_rank(lambda: require_written(profiler))
         from_rank0(lambda: leave_stopped(so_far, steps, checkpoints.path_of(done)))
         return
-    between_steps("evaluating")
-    say(f"trained; evaluates on {len(workload.evaluation)} samples")
-    evaluation = so_far.evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
-    if not math.isfinite(evaluation["loss"]):
-        raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
+    if not config.no_eval:
+        between_steps("evaluating")
+        say(f"trained; evaluates on {len(workload.evaluation)} samples")
+        so_far.evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
+        if not math.isfinite(so_far.evaluation["loss"]):
+            raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
     if config.lora_rank:
         save_adapter(strategy, choice_folder(config) / f"{run_id}.adapter")
     between_steps("generating")

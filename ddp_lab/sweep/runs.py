@@ -57,7 +57,7 @@ class Runs:
     def arguments(self, label: str, number: int = 1) -> list[str]:
         """The command line of a choice's run in a pass, counted from 1."""
         choice, *settings = label.split("@")
-        flags = self.flags if number == 1 else without(ONCE, self.flags)
+        flags = self.flags if number == 1 else ["--no-eval", *without(ONCE, self.flags)]
         arguments = ["--ddp-choice", choice, "--output-dir", str(self.output_dir), *flags]
         for setting in settings:
             arguments += ["--backend", setting] if setting == LEGACY_NCCL else mesh_flags(setting)

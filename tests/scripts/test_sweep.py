@@ -114,7 +114,9 @@ def test_passes_go_on_in_their_middle(sweep: Sweep) -> None:
     asked: list[tuple[str, bool]] = []
 
     def train(choice: str, arguments: list[str]) -> bool:
-        asked.append((choice, "--checkpoint-every" in arguments and "--generate=3" in arguments))
+        once = {"--checkpoint-every", "--generate=3"} <= {*arguments}
+        assert once != ("--no-eval" in arguments)
+        asked.append((choice, once))
         assert arguments[arguments.index("--max-steps") + 1] == "20" and "--lr" in arguments
         if len(asked) == len(CHOICES) + 3:
             raise KeyboardInterrupt

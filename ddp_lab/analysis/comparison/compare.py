@@ -161,8 +161,7 @@ def run_row(record: dict[str, Any]) -> dict[str, Any]:
         "mfu_pct": None if utilization is None else 100 * utilization,
         **{column: memory[column].max() for column in MEMORY_COLUMNS if column in COMPARISON_COLUMNS},
         "final_train_loss": record["train_loss"][-1],
-        "eval_loss": record["eval"]["loss"],
-        "eval_accuracy": record["eval"]["accuracy"],
+        **{f"eval_{name}": (record["eval"] or {}).get(name) for name in ("loss", "accuracy")},
     }
 
 

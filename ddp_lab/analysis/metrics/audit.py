@@ -78,7 +78,8 @@ def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
     yield Check("optimizer steps", None, "steps", steps, len(record["train_loss"]))
     seen = sum(record["step_samples"])
     yield Check("samples trained on", None, "samples", whole_epochs * data + left * size, seen)
-    yield Check("samples evaluated", None, "samples", record["eval_samples"], record["eval"]["samples"])
+    if record["eval"]:
+        yield Check("samples evaluated", None, "samples", record["eval_samples"], record["eval"]["samples"])
 
 
 def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> Iterator[Check]:

@@ -73,10 +73,11 @@ def summary_line(label: str, record: dict[str, Any], path: str) -> str:
             parts.append(f"mean {record['tokens_per_second']:,.0f} tokens/s")
     if skipped := len(record["skipped_steps"]):
         parts.append(f"{skipped} of {len(record['train_loss'])} steps skipped by the loss scale")
-    parts.append(f"eval loss {evaluation['loss']:.3f}")
-    if evaluation["perplexity"] is not None:
+    if evaluation:
+        parts.append(f"eval loss {evaluation['loss']:.3f}")
+    if evaluation and evaluation["perplexity"] is not None:
         parts.append(f"perplexity {evaluation['perplexity']:.1f} over {evaluation['tokens']:,} tokens")
-    if evaluation["accuracy"] is not None:
+    if evaluation and evaluation["accuracy"] is not None:
         parts.append(f"accuracy {evaluation['accuracy']:.1%} of {evaluation['samples']} samples")
     return ", ".join(parts) + f"; record: {path}"
 

@@ -42,6 +42,7 @@ class DataSettings:
     )
     train_samples: int | None = _data(None, "training samples to use (default: set by the workload)", at_least=1)
     eval_samples: int | None = _data(None, "held-out samples to evaluate on (default: set by the workload)", at_least=1)
+    no_eval: bool = _data(False, "do not evaluate on held-out samples")
     depth: int = _data(40, "layers of workload mlp", at_least=1)
     width: int = _data(4096, "features of each layer of workload mlp", at_least=1)
     lora_rank: int | None = _data(

@@ -155,15 +155,16 @@ def test_exit_codes_of_fail_above(zero3: Path, arguments: list[str], code: int, 
 
 def test_runs_from_elsewhere_and_without_traces(zero3: Path, tmp_path: Path) -> None:
     other = run_in(tmp_path / "kept" / "zero3", OLD, timed("zero3", 0.2))
-    untraced = record_of_eight_steps("zero3", 0.1)
-    write(zero3 / "later.run.json", untraced | {"run_id": "later", "config": untraced["config"] | {"no_profile": True}})
+    untraced = record_of_eight_steps("zero3", 0.1) | {"run_id": "later", "eval": None}
+    untraced["config"] |= {"no_profile": True, "no_eval": True}
+    write(zero3 / "later.run.json", untraced)
     arguments = ["--baseline", str(other), "--run", "later", "--output-dir", str(tmp_path / "out")]
     answer = compare_runs(str(zero3), *arguments)
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
     table = pd.read_csv(tmp_path / "out" / "reports_sharding" / "zero3" / "changes.csv").set_index("figure")
     assert table.loc["step time", "baseline"] == pytest.approx(200, rel=0.02)
     assert table.loc["collectives", "baseline"] == 1 and np.isnan(table.loc["collectives", "run"])
-    assert table.loc["collectives", "result"] == "unknown"
+    assert table.loc["collectives", "result"] == table.loc["eval loss", "result"] == "unknown"
 
 
 @each_row(

@@ -45,6 +45,7 @@ def test_a_right_run_passes_every_check() -> None:
         ({"train_loss": [2.0]}, {("optimizer steps", None)}),
         ({"step_samples": [8, 8]}, {("samples trained on", None)}),
         ({"eval": {"loss": 1.0, "samples": 7}}, {("samples evaluated", None)}),
+        ({"eval": None}, set()),
     ],
 )
 def test_what_differs_from_the_record_fails(change: dict[str, Any], failing: set[Any]) -> None:

@@ -77,7 +77,7 @@ def test_every_field_of_the_manifest_is_documented() -> None:
     from ddp_lab.runtime.settings.field import flag_name
 
     no_effect = re.compile(
-        r"profile_|no_profile|checkpoint_|keep_|resume|timeout|streaming|eval_|generate|prompt|output|log_"
+        r"profile_|no_profile|no_eval|checkpoint_|keep_|resume|timeout|streaming|eval_|generate|prompt|output|log_"
     )
     for name in (field.name for field in FLAGS):
         assert (name in MUST_EQUAL) + (name in MAY_DIFFER) + bool(no_effect.match(name)) == 1, name

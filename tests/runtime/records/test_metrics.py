@@ -19,7 +19,7 @@ from tests.runtime.test_run import record_of, run_here
 from tests.tables import each_row
 
 DOCS = Path(__file__).parents[3] / "docs"
-TOKENS = {"workload": "sample", "train_samples": 44, "eval_samples": 4, "no_profile": True}
+TOKENS = {"workload": "sample", "train_samples": 44, "no_eval": True, "no_profile": True}
 
 
 def run_small(settings: dict[str, Any]) -> str | None:
