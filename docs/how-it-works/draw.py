@@ -106,10 +106,29 @@ def cuts() -> tuple[int, int, str]:
     return 860, 258, drawn
 
 
+def experts() -> tuple[int, int, str]:
+    """Four tokens of each of two ranks go to four experts and back. A colour is an expert."""
+    chosen, looks = ((0, 2, 2, 3), (1, 2, 0, 2)), "pgof"
+    names = ("own tokens, routed", "sorted by expert", "where the experts are", "back, in order")
+    drawn = "".join(text(170 + 200 * place, 24, name, "m b") for place, name in enumerate(names))
+    arrived = [[one for every in chosen for one in every if one // 2 == rank] for rank in (0, 1)]
+    for rank, own in enumerate(chosen):
+        y, rows = 40 + 90 * rank, (own, sorted(own), sorted(arrived[rank]), own)
+        drawn += text(10, y + 40, f"rank {rank}", "b")
+        drawn += text(570, y + 72, f"experts {2 * rank}, {2 * rank + 1}: {len(arrived[rank])} rows", "m s")
+        for place, row in enumerate(rows):
+            x = 170 + 200 * place - 12 * len(row)
+            drawn += "".join(box(x + 24 * at, y + 20, 22, 30, looks[expert]) for at, expert in enumerate(row))
+            drawn += "".join(text(x + 24 * at + 11, y + 40, str(e), "m w") for at, e in enumerate(row))
+    for x in (470, 690):
+        drawn += box(x - 11, 36, 22, 168, "c") + text(x, 226, "all-to-all", "m")
+    return 860, 240, drawn
+
+
 def drawings() -> dict[str, str]:
     """Each file's content by its name."""
     made = {f"{name}.svg": states(*rows) for name, rows in STATES.items()}
-    made |= {"ddp.svg": times(), "tensor_parallel.svg": cuts()}
+    made |= {"ddp.svg": times(), "tensor_parallel.svg": cuts(), "expert_parallel.svg": experts()}
     size = 'width="{0}" height="{1}" viewBox="0 0 {0} {1}"'
     return {
         name: f'<svg xmlns="http://www.w3.org/2000/svg" {size.format(width, height)}>\n<style>{STYLE}</style>\n'
