@@ -28,6 +28,8 @@ data = TensorDataset(inputs, inputs[:, :4].argmax(1))
 loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))  # ddp-lab
 
 choice = sys.argv[1] if len(sys.argv) > 1 else "bucket_ddp_async"
+if dist.get_rank() == 0:
+    print(f"{choice}: {dist.get_world_size()} ranks on {device.type}", flush=True)
 strategy = ddp_lab.load(choice)(model, lambda parameters: torch.optim.AdamW(parameters, lr=3e-3))  # ddp-lab
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(strategy.optimizer, T_max=40)
 

@@ -45,7 +45,7 @@ def plain_loop(folder: Path) -> str:
 def test_a_plain_loop_learns_and_saves(ranks: RankPool, tmp_path: Path) -> None:
     said, nothing = ranks.run(2, plain_loop, tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
-    assert losses[-1] < 0.8 * losses[0] and nothing == ""
+    assert losses[-1] < 0.8 * losses[0] and said.startswith("zero3: 2 ranks on ") and nothing == ""
     assert torch.load(tmp_path / "model.pt")["0.weight"].shape == (64, 16)
 
 
