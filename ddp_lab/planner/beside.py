@@ -41,8 +41,11 @@ def besides(plan: Plan, jobs: int | None, recorded: bool) -> list[str]:
     tasks = [(each.case, each.choice) for each in (*remedies, *hints)]
     if not tasks:
         return []
-    with long_work(f"simulating {len(tasks)} settings beside"):
-        found = list(outcomes(tasks, jobs))
+    found: list[Outcome] = []
+    with long_work(f"simulating {len(tasks)} settings beside", len(tasks)) as tell:
+        for outcome in outcomes(tasks, jobs):
+            found.append(outcome)
+            tell(f"{outcome.name} is simulated")
     sentences = []
     if nearest is not None:
         sentences.append(what_fits(nearest, remedies, found[: len(remedies)]))

@@ -1,4 +1,4 @@
-"""Which meshes of `--mesh auto` cannot win, so that they are not simulated.
+"""Which choices and meshes of `--mesh auto` cannot fit or cannot win, so that they are not simulated.
 
 A pipeline takes as many times as long to simulate as it has ranks. On any mesh a rank has the same share of a step's
 compute, and a pipeline adds the bubble of its schedule, which is known on paper (`pipeline_parallel.checks`). So a step
@@ -7,14 +7,46 @@ is at least the compute of a mesh without a pipeline and with the same `tp`, str
 
 from collections.abc import Sequence
 
+from ddp_lab.planner.accounting import PRECISIONS, STAGES, state_bytes
 from ddp_lab.planner.plan import Case, Outcome, Task
-from ddp_lab.runtime.mesh import PIPELINE, TENSOR, Mesh
+from ddp_lab.runtime.mesh import PIPELINE, SHARD, TENSOR, Mesh
 from pipeline_parallel.actions import Shape
 from pipeline_parallel.checks import lists_of, run_on_paper
 from pipeline_parallel.schedules import SCHEDULES
 
 LEAST = 0.9
 """Of that compute: products have other shapes in a pipeline, and a rank updates fewer parameters."""
+
+
+def that_may_fit(tasks: Sequence[Task]) -> tuple[list[Task], list[str]]:
+    """Those whose states alone a device has room for, or if none has, those of the smallest; and a line on the
+    others."""
+    elements = tasks[0][0].model.elements()
+    needed = [least_bytes(*task, elements) for task in tasks]
+    least = 1.001 * min(needed)  # equal ones may differ by how they were divided
+    fit = [size <= max(least, task[0].usable_bytes) for task, size in zip(tasks, needed, strict=True)]
+    too_large = [
+        Outcome(name, None, mesh=case.mesh).name for (case, name), may in zip(tasks, fit, strict=True) if not may
+    ]
+    line = f"{', '.join(too_large)}: parameters, gradients and optimizer states alone are more than a device has"
+    return [task for task, may in zip(tasks, fit, strict=True) if may], [line] if too_large else []
+
+
+def least_bytes(case: Case, choice: str, elements: int) -> float:
+    """What parameters, gradients and Adam's states of one rank take at least. 0 where they are cast or offloaded.
+
+    Args:
+        elements: Of the model.
+    """
+    strategy, mesh = case.config.strategy, case.mesh
+    if strategy.param_dtype or strategy.master_dtype or strategy.offload:
+        return 0.0
+    cut = tensor_ranks(mesh) * stages(case)
+    shards = mesh.degree(SHARD) if mesh and SHARD in mesh.degrees else case.cluster.world_size // cut
+    other = "zero3" if "fsdp" in choice else "replicated"
+    stage = next((stage for stage in STAGES if choice.endswith(stage)), other)
+    precision = strategy.precision if strategy.precision in PRECISIONS else "fp32"
+    return sum(state_bytes(elements / cut, shards, stage, precision).values())
 
 
 def worth_simulating(

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ddp_lab.planner.beside import besides
 from ddp_lab.planner.choices import choices
-from ddp_lab.planner.coarse import worth_simulating
+from ddp_lab.planner.coarse import that_may_fit, worth_simulating
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.flags import AS_THE_RUNNERS, chosen_model
@@ -86,13 +86,14 @@ def planned(options: argparse.Namespace) -> Plan:
     wanted = options.choices.split(",") if options.choices else None
     choices(wanted, [case.mesh for case in cases])  # each goes with one of them
     tasks = [(case, name) for case in cases for name in choices(None, [case.mesh]) if not wanted or name in wanted]
+    tasks, too_large = that_may_fit(tasks) if options.mesh == AUTO else (tasks, [])
     later = [task for task in tasks if task[0].config.has_stages] if options.mesh == AUTO else []
     first = [task for task in tasks if task not in later]
     with simulating(min(options.jobs or cores(), len(tasks))) as simulate:
         found = told(simulate, first, f"choices for {cases[0].model.name}")
         later, slower = worth_simulating(later, found, cases[0])
         found += told(simulate, later, "choices with a pipeline") if later else []
-    return Plan(cases, found, [*left_out, *slower])
+    return Plan(cases, found, [*left_out, *too_large, *slower])
 
 
 def told(simulate: Simulate, tasks: Sequence[Task], of: str) -> list[Outcome]:

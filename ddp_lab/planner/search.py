@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from ddp_lab.planner.accounting import STAGES, state_bytes
 from ddp_lab.planner.choices import choices
+from ddp_lab.planner.coarse import least_bytes
 from ddp_lab.planner.contracts import Simulated
 from ddp_lab.planner.plan import Case, Outcome, Task
 from ddp_lab.planner.report.recommendation import TIGHT
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import PIPELINE, SHARD, TENSOR
 from ddp_lab.strategy.recompute.setting import NONE, OP, SELECTIVE
 
 LEVELS = (NONE, SELECTIVE, OP, "block")
@@ -71,23 +70,11 @@ def roots(cases: Sequence[Case], wanted: Sequence[str], levels: Sequence[str]) -
             if (
                 name not in wanted
                 or (ranks == 1 and name in SHARDED)
-                or states_are_too_large(case, name, ranks, elements)
+                or least_bytes(case, name, elements) > case.usable_bytes
             ):
                 continue
             for each in steps:
                 yield with_settings(case, each, levels[0]), name
-
-
-def states_are_too_large(case: Case, name: str, ranks: int, elements: int) -> bool:
-    """Whether parameters, gradients and Adam's states alone, by formula, are more than a device has. States that are
-    cast or offloaded are not counted here."""
-    strategy, mesh = case.config.strategy, case.mesh
-    if strategy.param_dtype or strategy.master_dtype or strategy.offload:
-        return False
-    cut = mesh.degree(TENSOR) * mesh.degree(PIPELINE) if mesh else 1
-    shards = mesh.degree(SHARD) if mesh and SHARD in mesh.degrees else ranks
-    stage = name if name in STAGES else "replicated"
-    return sum(state_bytes(elements / cut, shards, stage, "fp32").values()) > case.usable_bytes
 
 
 def with_settings(case: Case, steps: int, level: str) -> Case:

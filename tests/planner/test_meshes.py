@@ -8,7 +8,7 @@ import pytest
 
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models
-from ddp_lab.planner.coarse import least_step_s, worth_simulating
+from ddp_lab.planner.coarse import least_bytes, least_step_s, that_may_fit, worth_simulating
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.meshes import all_meshes, on_all_meshes
@@ -87,10 +87,21 @@ def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it() -> None
     for task in pipelines:
         simulated = outcome(*task).simulated
         assert simulated and simulated.step_time_s >= least_step_s(task[0], found, 1) > 0, task[0].mesh
+        assert simulated.memory.peak_bytes >= least_bytes(*task, made.model.elements())
         assert task in kept or simulated.step_time_s > best_s
     assert least_step_s(pipelines[0][0], found, steps=8) == 0
     nothing_fits = [replace(one, simulated=simulation(1, 0, 99)) for one in found]
     assert worth_simulating(pipelines, nothing_fits, many) == (pipelines, [])
+
+
+@each_row(("layers", "left_out"), [(4, ""), (8, "simple_ddp@dp4: "), (40, "simple_ddp@dp4, tp@dp2-pp2: ")])
+def test_what_cannot_fit_is_left_out(layers: int, left_out: str) -> None:
+    """Layers of 0.2 billion parameters. Of 40 nothing fits, and the leanest are kept."""
+    few = replace(case("4xL4", batch=64), model=models.from_sizes(4096, 11008, layers, 1, 1, 50))
+    names = {"dp=4": ("simple_ddp", "zero3"), "dp=2,pp=2": ("tp", "zero3"), "pp=4": ("tp",)}
+    tasks = [(each, name) for each in on_all_meshes(few, {})[0] for name in names[str(each.mesh)]]
+    kept, lines = that_may_fit(tasks)
+    assert "".join(lines).startswith(left_out) and len(kept) == 5 - left_out.count("@") and len(lines) == bool(left_out)
 
 
 def test_plan_of_all_meshes(tmp_path: Path) -> None:
@@ -123,5 +134,5 @@ def test_a_pipeline_is_found_where_nothing_else_fits() -> None:
     assert answer.returncode == 0, answer.stderr
     assert "Take simple_ddp@pp2 (main_parallel.py --ddp-choice simple_ddp --mesh pp=2)" in answer.stdout
     assert "simple_ddp@pp2: rank 0 of the pipeline holds most" in answer.stdout
-    assert "Nothing fits on dp=2." in answer.stdout and "pipelines zb-h1" in answer.stdout
+    assert "Left out: simple_ddp@dp2: parameters, gradients" in answer.stdout and "pipelines zb-h1" in answer.stdout
     assert ": 1 or 8 micro-batches of 1 or 4 on each rank" in answer.stdout
