@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_lab.choices import CHOICES, load
     from ddp_lab.runtime.checkpoint.of_strategy import load_checkpoint, save_checkpoint
+    from ddp_lab.runtime.data.workload import Workload
     from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
     from ddp_lab.strategy.options import StrategyOptions
     from pipeline_parallel.own_loop import pipeline
@@ -20,6 +21,7 @@ __all__ = [
     "NonFiniteError",
     "StrategyOptions",
     "UnsupportedError",
+    "Workload",
     "load",
     "load_checkpoint",
     "pipeline",
@@ -31,6 +33,7 @@ _HOMES = {
     "load": "ddp_lab.choices",
     "NonFiniteError": "ddp_lab.runtime.errors",
     "UnsupportedError": "ddp_lab.runtime.errors",
+    "Workload": "ddp_lab.runtime.data.workload",
     "StrategyOptions": "ddp_lab.strategy.options",
     "pipeline": "pipeline_parallel.own_loop",
     "load_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",

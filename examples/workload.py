@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 
-from ddp_lab.runtime.data.workload import Workload
+from ddp_lab import Workload
 
 
 class Progression(nn.Module):

@@ -128,6 +128,16 @@ def test_a_device_whose_clock_is_behind_is_set(tmp_path: Path) -> None:
     assert set_right == early != whole
 
 
+def test_a_start_that_a_busy_cpu_records_late_is_no_fault(tmp_path: Path) -> None:
+    """Within a twentieth of a step. A GPU's times are its own."""
+    said = []
+    for by in (320, 400):
+        trace = written(tmp_path / str(by), "cpu", lambda t, by=by: shifted(of(t, "gloo:")[:1], by))
+        doubts = analyse_window(find_windows(trace)[0]).doubts
+        said.append(any("before the last rank" in doubt for doubt in doubts))
+    assert said == [False, True]
+
+
 def figures(folder: Path) -> tuple[str, list[str]]:
     analysis = analyse_window(find_windows(folder)[0])
     tables = [analysis.summary, analysis.exposure.steps]

@@ -112,7 +112,7 @@ def verdict(
     if alike:
         who = f"{listed([best['choice'], *alike])} are fastest (they cannot be told apart)"
     claim = (
-        f"{who}, {found.value:.2f} times as fast as {rival} ({mine} ms a step against {theirs} ms)"
+        f"{who}, {found.value:.2f} times as fast as {rival}, step by step (medians: {mine} and {theirs} ms)"
         f"{reason(best, other, equal_compute)}."
     )
     if (best["audit_failures"] or 0) > 0:
