@@ -186,11 +186,11 @@ def test_the_fastest_and_why() -> None:
     records = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1), "alike": timed("alike", 0.1001, 0.01)}
     text = words(records, {"ref": SLOW_PARTS, "fast": FAST_PARTS}, ref=10, fast=20, alike=20)
     assert text == (
-        "fast and alike are fastest (they cannot be told apart), 2.00 times as fast as the reference ref, step by step "
-        "(medians: 100.5 and 201.0 ms), thanks to 55.0 ms less exposed communication and 38.5 ms less compute. "
-        "Believe it, unless the machine changed between the runs: over 40 pairs of steps, a step of fast takes 0.50 to 0.50 of one "
-        "of ref (95 % interval) and losses are at most 0 nats apart. Least peak memory: 10.0 MiB (ref), 50 % less than "
-        "fast; ref takes 2.00 times as long."
+        "fast and alike are fastest (they cannot be told apart), 2.00 times as fast as the reference ref, step by "
+        "step (medians: 100.5 and 201.0 ms), thanks to 55.0 ms less exposed communication and 38.5 ms less compute. "
+        "Believe it, unless the machine changed between the runs: over 40 pairs of steps, a step of fast takes 0.50 "
+        "to 0.50 of one of ref (95 % interval) and losses are at most 0 nats apart. Least peak memory: 10.0 MiB "
+        "(ref), 50 % less than fast; ref takes 2.00 times as long."
     )
 
 
