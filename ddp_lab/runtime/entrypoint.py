@@ -33,6 +33,6 @@ def train_from_command_line(
         from ddp_lab.runtime.run import run  # imports torch, which --help does without
 
         gc.freeze()  # nor do later collections look through it
-
         code = record(run)(config, registry.load, registry.load_parallelize)
+        gc.unfreeze()  # or extensions say that their functions leak
     return code or 0  # torchrun shows the traceback of an unforeseen error

@@ -168,6 +168,8 @@ class Hooks(Accounts):
     def by_group(self, tensors: Iterable[T]) -> list[tuple[dist.ProcessGroup, list[T]]]:
         """Parameters and buffers, with the ranks that share the work and hold them: those of experts by themselves."""
         tensors = list(tensors)
+        if not self.of_experts:
+            return [(self.process_group, tensors)]
         groups = dict.fromkeys([self.process_group, self.copies])
         return [(group, [one for one in tensors if self.group_of(one) is group]) for group in groups]
 
