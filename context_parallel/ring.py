@@ -100,7 +100,7 @@ class RingAttention(torch.autograd.Function):
             block, mask = seen
             one, one_lse = kernel.forward(*block.of(q, k_here, v_here), mask, scale)
             if source == ring.rank:
-                out, lse = one.to(exact), one_lse.contiguous()
+                out, lse = one.to(exact, copy=True), one_lse.clone(memory_format=torch.contiguous_format)
                 continue
             out_seeing, lse_seeing = out[:, :, block.first_query :], lse[:, :, block.first_query :]
             out_seeing.lerp_(one.to(exact), (one_lse - lse_seeing).sigmoid()[..., None])

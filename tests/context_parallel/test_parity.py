@@ -65,6 +65,10 @@ def check(ranks: RankPool, mesh: str, choice: str, model: str, options: dict[str
         ("cp=2,tp=2", "zero3", "lm, llama", ULYSSES),
         ("pp=2,cp=2", "tp", "lm, llama", {}),
         ("replicate=2,shard=1,cp=2", "zero3", "lm, llama", {}),
+        ("cp=2", "zero1", "lm, gqa, documents", {"activation_checkpointing": "selective"}),
+        ("cp=2", "zero3", "lm, gqa", {"activation_checkpointing": "block"}),
+        ("cp=2", "zero2", "lm, llama", ULYSSES | {"activation_checkpointing": "op"}),
+        ("cp=2", "tp", "lm, llama", {"activation_checkpointing": "torch:block"}),
     ],
 )
 def test_tokens_over_ranks(ranks: RankPool, mesh: str, choice: str, model: str, options: dict[str, Any]) -> None:
