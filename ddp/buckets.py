@@ -33,6 +33,7 @@ class Bucket:
         self.parameters, self._nothing = parameters, parameters[0].detach().new_empty(0)
         self.flat = self._nothing
         self.views: Sequence[Tensor] = ()
+        self._numel = sum(parameter.numel() for parameter in parameters)
         self.moves_at = moves_at(parameters, MOST_WAITING)
         self.work: Any = None
         self._abandoned: list[Any] = []
@@ -42,7 +43,7 @@ class Bucket:
         """Begin a new step: all gradients are still to come. The buffer is freed unless gradients are left in it."""
         if self.work is not None:  # of a step that was abandoned: the all-reduce may go on in the old buffer
             self._abandoned.append((self.work, self.flat))
-        if all(parameter.grad is None for parameter in self.parameters):
+        if self.views and all(parameter.grad is None for parameter in self.parameters):
             self.flat, self.views = self._nothing, ()
         self.missing, self.work = len(self.parameters), None
 
@@ -77,7 +78,7 @@ class Bucket:
     def made(self) -> Sequence[Tensor]:
         """The views, of a new buffer if there is none."""
         if not self.views:
-            self.flat = self._nothing.new_empty(sum(parameter.numel() for parameter in self.parameters))
+            self.flat = self._nothing.new_empty(self._numel)
             self.views = unflatten(self.flat, self.parameters)
         return self.views
 
