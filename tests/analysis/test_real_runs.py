@@ -53,7 +53,7 @@ class ExtraAllReduce(SimpleDDPAccumulated):
 class DoubledPayload(BucketDDP):
     """Sends every bucket with as much padding behind it."""
 
-    def all_reduce(self, gradient: torch.Tensor, parts: object = (), async_op: bool = False) -> Any:
+    def all_reduce(self, gradient: torch.Tensor, *_: object, **__: object) -> Any:
         twice = torch.cat([gradient, torch.zeros_like(gradient)])
         super().all_reduce(twice)
         gradient.copy_(twice[: gradient.numel()])

@@ -23,7 +23,9 @@ def own_parts(cut: Cut | None, rank: int) -> OwnParts:
     module = torch.nn.Module()
     whole = torch.zeros(SHAPE)
     module.weight = torch.nn.Parameter(cut.part(whole, rank) if cut else whole)
-    parallel = SimpleNamespace(tensor_rank=rank, cuts={"weight": cut}) if cut else None
+    parallel = None
+    if cut:
+        parallel = SimpleNamespace(part_rank=rank, cuts={"weight": cut}, is_owner=lambda name: cut.is_owner(rank))
     strategy: Any = SimpleNamespace(module=module, model_parallel=parallel)
     return OwnParts(strategy)
 
