@@ -121,7 +121,8 @@ def of_choice(options: argparse.Namespace) -> int:
     """Compare two runs of a choice; fail if the later one is worse than `--fail-above` allows."""
     trace_dir = Path(options.what)
     if not trace_dir.is_dir():
-        raise TraceError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or profile/<choice>")
+        meant = "profile" / trace_dir if ("profile" / trace_dir).is_dir() else "profile/<choice>"
+        raise TraceError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or {meant}")
     from ddp_lab.analysis.command import report_folder  # these take seconds, too
     from ddp_lab.analysis.comparison.changes import exceeding, signed
     from ddp_lab.analysis.comparison.two_runs import report_on_two_runs

@@ -42,11 +42,13 @@ def find_windows(trace_dir: Path) -> list[Window]:
         for path in sorted(trace_dir.rglob("*"))
         if path.name.endswith(SUFFIXES)
         and not path.name.startswith(".")
-        and not path.name.endswith(".run.json")
+        and not path.name.endswith((".run.json", ".flight.json"))
         and path.is_file()
     ]
     if not paths:
-        raise TraceError(f"{trace_dir}: no trace (*.json or *.json.gz) in this folder; train without --no-profile")
+        raise TraceError(
+            f"{trace_dir}: no trace (*.json or *.json.gz) in this folder; train without --no-profile, and to the end"
+        )
     own = [path for path in paths if OWN_NAME.match(path.name)]  # then other JSON files are not traces
     return group_by_window(own or paths, trace_dir.resolve().name)
 
