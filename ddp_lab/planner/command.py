@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.flags import COMMANDS
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, unknown_name
@@ -54,9 +55,11 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(unknown_name("argument", unknown[0], known))
     from rich.console import Console
 
-    with long_work("loading torch", shown=command != "memory"):
-        module = importlib.import_module(COMMANDS[command][1])
     try:
+        if "gpus" in options:
+            hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
+        with long_work("loading torch", shown=command != "memory"):
+            module = importlib.import_module(COMMANDS[command][1])
         module.run(options, Console(highlight=False, width=WIDTH))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

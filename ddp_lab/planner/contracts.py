@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, Protocol
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.strategy.batches import MicroBatch
+
+if TYPE_CHECKING:  # a mistake in a cluster is found before torch is loaded
+    from torch import nn
+
+    from ddp_lab.strategy.batches import MicroBatch
 
 MODEL_STATES = ("parameters", "gradients", "optimizer_state")
 COMPONENTS = {
@@ -116,8 +118,8 @@ class Setting:
     """
 
     config: RunConfig
-    make_module: Callable[[], nn.Module]
-    make_micro_batches: Callable[[], Sequence[MicroBatch]]
+    make_module: "Callable[[], nn.Module]"
+    make_micro_batches: "Callable[[], Sequence[MicroBatch]]"
 
 
 @dataclass(frozen=True)
