@@ -63,7 +63,7 @@ OF_CPU: dict[str, tuple[Change, str]] = {
     "an operator across another": (lambda t: shifted(of(t, "mm")[:1], 250), "end after it"),
     "fewer collectives": (lambda t: without(t, of(t, "allreduce_")[:1] + of(t, "gloo:")[:1]), "1 of rank 0, 0 of"),
     "another unit": (lambda t: [each.update(ts=each["ts"] * 1e3, dur=each["dur"] * 1e3) for each in of(t, "")], "unit"),
-    "a clock that jumps": (lambda t: shifted([e for e in of(t, "") if e["ts"] > BEGAN + 1500], 400), "the last|apart"),
+    "a clock that jumps": (lambda t: shifted([e for e in of(t, "") if e["ts"] > BEGAN + 1500], 400), "between steps"),
 }
 OF_DEVICE: dict[str, tuple[Change, str]] = {
     "a kernel at time 0": (lambda t: of(t, "gemm")[0].update(ts=0, dur=0), r"far from its steps.*\(1\)"),
