@@ -115,7 +115,8 @@ def test_a_plan_takes_every_field(field: str, less: float, recorded: Path, tmp_p
         "efficiency": {"compute": {"bfloat16": 0.5}, "launch_us": 10.0},
         "link": {"bytes_per_s": 1e9, "latency_us": 50.0, "efficiency": 1.0, "source": "made up"},
     }
-    entry["operators"] |= {"contiguous": 0.5, "host_us": 10.0}
+    entry["operators"] |= {"contiguous": 0.5, "optimizer": 0.1, "host_us": 10.0}
+    entry["attention"] |= {"forward": 0.02, "backward": 0.02}
     worse = deepcopy(entry)
     *outer, name = field.split(".")
     at = worse
