@@ -100,7 +100,7 @@ def of_family(options: argparse.Namespace) -> int:
         label for other in FAMILIES.values() if other is not family for label in trained_labels(root / "profile", other)
     ]
     if left_out := [label for label in others if label not in trained]:
-        print(f"left out, since they are no choices of {options.what}: {', '.join(left_out)}", flush=True)
+        print(f"left out, since they are of other families than {options.what}: {', '.join(left_out)}", flush=True)
     page = report_on_choices(root, family.report_root, trained, [], options.allow_different, sweep.runs, unfinished)
     print(f"\nreport: {page}")
     return 0

@@ -99,6 +99,7 @@ def test_communication_that_the_device_does_not_show_is_unknown_not_zero(tmp_pat
 def test_missing_and_empty_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TraceError, match="no such folder"):
         find_windows(tmp_path / "nowhere")
+    (tmp_path / "x.rank_0.flight.json").write_text("{}")  # of a run that ended before its first window
     with pytest.raises(TraceError, match="no trace"):
         find_windows(tmp_path)
     assert main("reports", ["--trace-files", str(tmp_path / "nowhere.json")]) == 1

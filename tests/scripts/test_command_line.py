@@ -65,6 +65,21 @@ def test_help_and_version_load_no_torch(name: str, family: Any) -> None:
     assert re.fullmatch(r"ddp-lab [\d.]+, torch [\d.]+\S*\nFalse False\n", answer_to("--version"))
 
 
+def test_compare_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Runs of another family, and where a folder is that is named without `profile/`."""
+    from ddp_lab.analysis.comparison import choices
+    from ddp_lab.commands import compare
+
+    for label in ("bucket_ddp_async", "zero3", "zero3@dp2"):
+        (tmp_path / "profile" / label).mkdir(parents=True)
+    monkeypatch.setattr(choices, "report_on_choices", lambda root, to, trained, *_: trained)
+    assert compare.main(["sharding", "--output-dir", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "left out, since they are of other families than sharding: bucket_ddp_async, zero3@dp2\n" in said
+    monkeypatch.chdir(tmp_path)
+    assert compare.main(["zero3"]) == 1 and capsys.readouterr().err.endswith("or profile/zero3\n")
+
+
 def test_every_flag_of_reports_is_documented() -> None:
     """Those of the entrypoints: `tests/runtime/test_flags.py`."""
     from ddp_lab.analysis.command import build_parser

@@ -96,7 +96,9 @@ def build_workload(config: RunConfig) -> "Workload":
 def import_libraries(config: RunConfig) -> None:
     """Import what takes longest of what `build_workload` needs, so that forked ranks have it."""
     if config.workload not in ("digits", "mlp") and not is_own(config.workload):
-        from transformers import PreTrainedModel, PreTrainedTokenizerFast, masking_utils  # noqa: F401
+        from ddp_lab.runtime.data.masks import read_no_masks
+
+        read_no_masks()  # imports all of transformers that text needs
 
 
 def _named(config: RunConfig) -> "Workload":
