@@ -1,9 +1,10 @@
 """How large buckets are where their user does not say, and that such buckets compute what one process does."""
 
 import pytest
+import torch
 from torch import nn
 
-from ddp.buckets import FEWEST_BUCKETS, fill_buckets, usual_cap_bytes
+from ddp.buckets import FEWEST_BUCKETS, MOST_WAITING, Bucket, fill_buckets, moves_at, usual_cap_bytes
 from tests.parity import check_parity
 from tests.ranks import RankPool
 
@@ -17,6 +18,20 @@ def test_the_last_bucket_is_small_beside_the_rest() -> None:
     small, large = layers(64, 40), layers(2048, 40)
     assert [len(bucket) for bucket in fill_buckets(small, usual_cap_bytes(small))] == [4] * FEWEST_BUCKETS
     assert [len(bucket) for bucket in fill_buckets(large, usual_cap_bytes(large))] == [1] * 40
+
+
+def test_large_gradients_move_as_they_come() -> None:
+    """So that hardly any is held twice. Small ones wait until there are enough to be copied together."""
+    parameters = [nn.Linear(1, rows, bias=False).weight for rows in (100, 300_000, 200_000, 90_000, 10)]
+    bucket = Bucket(parameters)
+    assert bucket.moves_at == {1, 3} == moves_at(parameters, MOST_WAITING)
+    for slot, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, float(slot))
+        if slot in bucket.moves_at:
+            bucket.collect()
+            assert all(one.grad is view for one, view in zip(parameters[: slot + 1], bucket.views, strict=False))
+    bucket.complete()
+    assert bucket.flat.tolist() == [slot for slot, p in enumerate(parameters) for _ in range(len(p))]
 
 
 @pytest.mark.parametrize(("model", "cap_mb"), [("llama", "auto"), ("tied", "auto"), ("odd", "auto"), ("odd", 25.0)])
