@@ -160,7 +160,7 @@ RUN_RECORD = layout(
         dict[str, Line]: {"versions": {}},
         list[list[list[Count]] | None] | None: or_none("step_expert_load"),
         list[Line]: {"shards": []},
-        list[str]: {"notes": []},
+        list[str]: {"notes": [], "verdict": []},
     },
     bases=(RunEnd,),
     namespace={"__post_init__": fits_together},

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddp_lab.runtime.data.copies import to_device
 from ddp_lab.runtime.data.sampling import evaluation_batches
 from ddp_lab.runtime.data.workload import Workload
-from ddp_lab.runtime.watch.phases import begin_step, phase
+from ddp_lab.runtime.watch.phases import begin_step, host_time, phase, waiting
 from ddp_lab.strategy.batches import StepData, sample_count
 from ddp_lab.strategy.communication.verdict import Verdict
 from ddp_lab.strategy.interface import Strategy
@@ -56,6 +56,8 @@ class TrainingResult:
         samples: Samples in the global batch.
         tokens: Tokens in the global batch; 0 if it holds none. This and what follows is None before the run resumed.
         own: Samples and tokens of this rank.
+        host: What this rank's training thread waited for in the step (`phases.host_time`), in seconds, and when that
+            `began`, in seconds since the epoch.
         lr: Learning rate of the first parameter group.
         grad_norm: 2-norm of the gradient over the whole model, before clipping; None if the step was skipped.
         loss_scale: Of fp16, else None.
@@ -68,6 +70,7 @@ class TrainingResult:
     step_time_s: list[float | None] = field(default_factory=list)
     tokens: list[int | None] = field(default_factory=list)
     own: list[tuple[int, int] | None] = field(default_factory=list)
+    host: list[dict[str, float] | None] = field(default_factory=list)
     lr: list[float | None] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
     loss_scale: list[float | None] = field(default_factory=list)
@@ -139,8 +142,8 @@ def train(
             on_step(result)
 
     strategy.module.train()
-    start = time.perf_counter()
-    for data, following in with_following(steps):
+    before, start = host_time(), time.perf_counter()
+    for data, following in with_following(loaded(steps)):
         begin_step(strategy.optimizer_steps)
         if plan.learning_rate is not None:
             for group in groups:
@@ -158,6 +161,8 @@ def train(
         step_time_s = None if profiler.slows_this_step else time.perf_counter() - start
         own = sum(map(sample_count, data.micro_batches)), data.tokens
         known = {"samples": data.samples, "step_time_s": step_time_s, "own": own, "lr": groups[0]["lr"]}
+        known["host"] = {name: until - before.get(name, 0.0) for name, until in host_time().items()}
+        known["host"]["began"] = before["now"]
         unread.append((verdict, known))
         profiler.step()
         if plan.is_due(strategy.optimizer_steps):
@@ -167,10 +172,21 @@ def train(
             read(unread_steps=0 if verdict.is_here else 1)
         if is_last:
             break
-        start = time.perf_counter()
+        before, start = host_time(), time.perf_counter()
     strategy.require_finite()
     read(unread_steps=0)
     return result
+
+
+def loaded(steps: Iterable[StepData]) -> Iterator[StepData]:
+    """`steps`; the time that each takes to come counts as loading of data."""
+    coming = iter(steps)
+    while True:
+        with waiting("data"):
+            step = next(coming, None)
+        if step is None:
+            return
+        yield step
 
 
 def with_following(steps: Iterable[StepData]) -> Iterator[tuple[StepData, StepData | None]]:

@@ -65,10 +65,11 @@ def run(
             stop_requests(config.checkpoint_every is not None) as so_far.stop_request,
             joined_ranks(config) as ranks,
             so_far.saying_errors(ranks.is_main),
-            watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight, RankNames(mesh)),
+            watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight, RankNames(mesh)) as watcher,
             compiler_postponed(),
             meshed(ranks, config.mesh) as ranks_on_mesh,
         ):
+            so_far.latest_collectives = watcher.latest_collectives
             train_and_record(config, ranks_on_mesh, load_strategy, so_far, load_parallelize)
     except AgreedError as error:
         line = f"error: {config.label}: {error}"
@@ -177,6 +178,7 @@ def train_and_record(
         on_every_rank(lambda: require_written(profiler))
         from_rank0(lambda: leave_stopped(so_far, steps, checkpoints.path_of(done)))
         return
+    so_far.gather_throughput()
     if not config.no_eval:
         between_steps("evaluating")
         say(f"trained; evaluates on {len(workload.evaluation)} samples")
@@ -191,7 +193,6 @@ def train_and_record(
     step_memory = record_step_memory(strategy, step_data(), config.clip_grad_norm)
     between_steps("finishing")
     so_far.memory = gather_memory(strategy, part, step_memory)
-    so_far.gather_throughput()
     on_every_rank(lambda: require_written(profiler))
     from_rank0(lambda: leave_record(so_far))
 

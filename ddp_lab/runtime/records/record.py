@@ -19,7 +19,7 @@ from ddp_lab.runtime.checkpoint.files import write_durably
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import TrainingResult
-from ddp_lab.runtime.profiling.memory import COMPONENTS, peak_rss_bytes
+from ddp_lab.runtime.profiling.memory import COMPONENTS, limit_bytes, peak_rss_bytes
 from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.interface import Strategy
 
@@ -95,10 +95,17 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
         "expected_host_bytes": strategy.expected_host_bytes(size),
         **(step_memory or dict.fromkeys(STEP_MEMORY)),
         "peak_rss_bytes": peak_rss_bytes(),
+        "limit_bytes": limit_bytes(strategy.device),
     }
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, mine)
     return rows
+
+
+def timed_steps(result: TrainingResult, earlier: int, settling: int) -> list[int]:
+    """Numbers of the steps that count for a run's speed; arguments as in `step_statistics`."""
+    steps = range(earlier + max(1, settling), len(result.step_time_s))
+    return [step for step in steps if result.step_time_s[step] is not None]
 
 
 def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict[str, float | None]:
@@ -110,8 +117,7 @@ def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict
         settling: `Strategy.settling_steps`.
     """
     columns = (result.step_time_s, result.samples, result.tokens, result.own)
-    rows: list[Any] = list(zip(*columns, strict=True))[earlier + max(1, settling) :]
-    timed = [row for row in rows if row[0] is not None]
+    timed: list[Any] = [[column[step] for column in columns] for step in timed_steps(result, earlier, settling)]
     total_s = sum(seconds for seconds, *_ in timed)
     amounts = {
         "samples": sum(samples for _, samples, _, _ in timed),

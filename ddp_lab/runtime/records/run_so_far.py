@@ -21,10 +21,12 @@ from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import scheduling
-from ddp_lab.runtime.records.record import device_name, package_versions, step_statistics, write_json
-from ddp_lab.runtime.watch.cause import FAILED, INTERRUPTED, MISMATCHED, Ending, RankReport
+from ddp_lab.runtime.records.record import device_name, package_versions, step_statistics, timed_steps, write_json
+from ddp_lab.runtime.records.verdict import verdict
+from ddp_lab.runtime.records.waits import arrivals, lateness, waits
+from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, INTERRUPTED, MISMATCHED, Ending, RankReport
 from ddp_lab.runtime.watch.phases import start_s
-from ddp_lab.runtime.watch.rank_state import RankState
+from ddp_lab.runtime.watch.rank_state import Entry, RankState
 from ddp_lab.strategy.accounting import Collective, ModelSize
 from ddp_lab.strategy.communication.traffic import on_mesh
 from ddp_lab.strategy.interface import Strategy
@@ -52,7 +54,8 @@ class RunSoFar:
         evaluation: None until the run has evaluated.
         generated: Text that the model made; None without `--generate`.
         memory: A row for each rank; empty until memory is recorded.
-        throughput: The same for samples and tokens per second.
+        throughput: The same for samples and tokens per second, and for what the host waited for.
+        latest_collectives: Those that this rank has issued last.
         stop_request: Whether this rank has been asked to stop.
         resumed_from: The checkpoint that the run resumed from; None if it did not.
     """
@@ -65,6 +68,7 @@ class RunSoFar:
         self.memory: list[dict[str, Any]] = []
         self.throughput: list[dict[str, Any]] = []
         self.resumed_from: dict[str, Any] | None = None
+        self.latest_collectives: Callable[[], tuple[Entry, ...]] = tuple
         self.stop_request: Callable[[], bool] = lambda: False
         self._traffic: list[Collective] = []
         self._setup: Setup | None = None
@@ -98,22 +102,33 @@ class RunSoFar:
         named = on_mesh(traffic, Mesh.parse(self.config.mesh) if self.config.mesh else None)
         return [replace(one, rank=rank) for one in named]
 
+    @property
+    def _untimed(self) -> tuple[int, int]:
+        """Steps that are not timed: those before the run resumed, and those in which the strategy settled."""
+        return self.resumed_from["step"] if self.resumed_from else 0, self._begun.strategy.settling_steps
+
     def _statistics(self) -> dict[str, float | None]:
-        earlier = self.resumed_from["step"] if self.resumed_from else 0
-        return step_statistics(self.result.whole_steps(), earlier, self._begun.strategy.settling_steps)
+        return step_statistics(self.result.whole_steps(), *self._untimed)
 
     def gather_throughput(self) -> None:
-        """Ask each rank for its own, and for its traffic if stages differ. Collective."""
-        statistics, rank = self._statistics(), self._begun.ranks.rank
-        names = ("samples_per_second", "tokens_per_second")
-        mine = {"rank": rank} | {name: statistics[f"own_{name}"] for name in names}
-        self.throughput = [{} for _ in range(self._begun.ranks.world_size)]
-        dist.all_gather_object(self.throughput, mine)
+        """Ask each rank for its own, and for its traffic if stages differ. Collective.
+
+        It comes right after training, while the flight recorder holds the last steps.
+        """
+        statistics, ranks, result = self._statistics(), self._begun.ranks, self.result.whole_steps()
+        timed, names = timed_steps(result, *self._untimed), ("samples_per_second", "tokens_per_second")
+        mine: dict[str, Any] = {"rank": ranks.rank} | {name: statistics[f"own_{name}"] for name in names}
+        mine |= waits(result, timed, ranks.device.type == "cuda")
+        came = {} if self._begun.strategy.is_in_pipeline else arrivals(result, timed, self.latest_collectives())
+        told: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(told, (mine, socket.gethostname(), came))
+        rows, hosts, calls = zip(*told, strict=True)
+        self.throughput = [row | {"late_s": late_s} for row, late_s in zip(rows, lateness(calls, hosts), strict=True)]
         self._traffic = self._expected_traffic()
         if self._begun.strategy.is_in_pipeline:
-            told: list[list[Collective]] = [[]] * self._begun.ranks.world_size
-            dist.all_gather_object(told, self._traffic)
-            self._traffic = list(chain.from_iterable(told))
+            stages: list[list[Collective]] = [[]] * ranks.world_size
+            dist.all_gather_object(stages, self._traffic)
+            self._traffic = list(chain.from_iterable(stages))
 
     @property
     def step(self) -> int | None:
@@ -131,7 +146,7 @@ class RunSoFar:
         statistics, has_tokens = self._statistics(), any(result.tokens)
         rate = statistics["samples_per_second"]
         link = Link.parse(self.config.link)
-        return {
+        record = {
             "schema_version": RECORD_VERSION,
             "choice": self.config.choice,
             "run_id": self.run_id,
@@ -178,6 +193,7 @@ class RunSoFar:
             "notes": [*workload.notes, *strategy.notes],
             "memory": self.memory,
         }
+        return record | {"verdict": verdict(record) if ending.how == COMPLETED else []}
 
     @contextmanager
     def saying_errors(self, is_main: bool) -> Iterator[None]:

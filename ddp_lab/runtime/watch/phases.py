@@ -4,6 +4,7 @@ took, until the first optimizer step is done, and in a line where one lasts long
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -35,6 +36,29 @@ _step, _phase = -1, IMPORTING
 _since, _is_starting = time.monotonic() - process_age_s(), True
 start_s: dict[str, float] = {}
 """Seconds of each phase of the start, in their order, and of the first step."""
+waited: defaultdict[str, float] = defaultdict(float)
+"""Of the training thread, since its process began: seconds in which it loaded `data`, and waited in `collectives` and
+for its `device`; how many collectives were `issued`, and how many of them Python `awaited`."""
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """What is done within this context counts as `waited[what]`."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        waited[what] += time.perf_counter() - began
+
+
+def host_time() -> dict[str, float]:
+    """`waited` until now; `core`: seconds in which this thread could run but had no core (0 where the system is not
+    Linux); and `now`, in seconds since the epoch."""
+    try:
+        core_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])  # sched-stats.rst of the kernel
+    except (OSError, IndexError):
+        core_ns = 0
+    return waited | {"core": core_ns / 1e9, "now": time.time()}
 
 
 def record_phases_in(recorder: Recorder | None) -> None:

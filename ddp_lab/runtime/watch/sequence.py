@@ -35,7 +35,7 @@ from ddp_lab.runtime.watch.group_marks import RecordFunction, mark_name
 from ddp_lab.runtime.watch.mismatch import ADVICE, UNEVEN, find_difference
 from ddp_lab.runtime.watch.names import NUMBERS, RankNames
 from ddp_lab.runtime.watch.on_device import DeviceCollectives, only_orders_streams
-from ddp_lab.runtime.watch.phases import current_step
+from ddp_lab.runtime.watch.phases import current_step, waited, waiting
 from ddp_lab.strategy.communication.observer import observe
 from ddp_lab.strategy.gradient_watch import GradientWatch
 
@@ -174,6 +174,7 @@ class CollectiveRecorder:
             if call.work is None:
                 self._on_device.ordered(number)
                 return
+            waited["issued"] += 1
             self._on_device.issued(number, call.work)
             self._latest = call.work  # while Python holds it, the caller of the collective gets this same object
             self._open[call.work] = number
@@ -200,7 +201,9 @@ class CollectiveRecorder:
         if number is None:
             return plain(work, *args, **kwargs)
         self._flight.set_waiting(number)
-        answer = plain(work, *args, **kwargs)
+        with waiting("collectives"):
+            answer = plain(work, *args, **kwargs)
+        waited["awaited"] += 1
         self._flight.set_waiting(-1)
         if work is self._latest:
             self._latest = None  # it keeps its outputs alive

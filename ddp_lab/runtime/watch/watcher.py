@@ -28,7 +28,7 @@ from ddp_lab.runtime.watch.on_device import DeviceCollectives
 from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers
 from ddp_lab.runtime.watch.phases import record_phases_in
 from ddp_lab.runtime.watch.processes import SignalReceiver, kills_for_memory
-from ddp_lab.runtime.watch.rank_state import RankState
+from ddp_lab.runtime.watch.rank_state import Entry, RankState
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 
 LOOK_EVERY_S = 0.25
@@ -81,6 +81,9 @@ class Watcher:
         record_phases_in(None)
         faulthandler.enable()
         self._signals.stop()
+
+    def latest_collectives(self) -> tuple[Entry, ...]:
+        return self.flight.state().entries
 
     def agree(self, error: Exception) -> None:
         """An error that all ranks raise. Rank 0 reports it elsewhere, and each rank leaves by itself."""

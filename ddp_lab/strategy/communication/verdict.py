@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lab.runtime.watch.phases import waiting
+
 VERDICT_BYTES = 2 * 8
 """Bytes of the all-reduce, in fp64."""
 
@@ -46,7 +48,8 @@ class ReadLater:
     def tensor(self) -> Tensor:
         """The values, on the CPU. Waits for the device if it has not come so far."""
         if not self.is_here:
-            self._event.synchronize()
+            with waiting("device"):
+                self._event.synchronize()
         return self._host
 
 

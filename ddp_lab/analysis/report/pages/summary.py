@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -66,6 +67,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         f"Run {analysis.window.run_id}, optimizer steps {', '.join(map(str, numbers))}. {analysis.kind_sentence}",
         "Times are of profiled steps, which take longer than others. The run record has the step times to compare.",
         *labels(analysis.record),
+        *verdict_of(analysis.record),
     ]
     if len(numbers) == 1:
         lines.append("Only one step could be analysed, so it is unknown how much steps differ.")
@@ -95,6 +97,12 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         kernels_section(analysis.timelines),
     ]
     return render(f"{choice}: what its ranks did", lines, sections, banner=incomplete(analysis))
+
+
+def verdict_of(record: dict[str, Any] | None) -> list[str]:
+    """What the run said of itself at its end, from all timed steps."""
+    said = record["verdict"] if record else []
+    return [f"The run's own verdict, without traces: {said[0]}. Try next: {said[1]}."] if len(said) == 2 else []
 
 
 def incomplete(analysis: WindowAnalysis) -> str:

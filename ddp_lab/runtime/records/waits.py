@@ -1,0 +1,68 @@
+"""What each rank's host waited for in a step, and which rank was late: without traces, from the ranks' own clocks."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from ddp_lab.runtime.loop import TrainingResult
+from ddp_lab.runtime.watch.rank_state import Entry
+
+AWAITED = 0.9
+"""Of the collectives that a rank issues, the share for which Python must wait: C++ waits for those of PyTorch DDP."""
+FEWEST_STEPS = 3
+MESSAGES = ("send", "recv")
+"""Two ranks number them apart."""
+Call = tuple[int, str, int]
+"""Step, process group, and number of the collective in it."""
+
+
+def waits(result: TrainingResult, steps: Sequence[int], on_gpu: bool) -> dict[str, float | None]:
+    """The times of this rank in `throughput` of the run record, but for `late_s`: means over `steps`, in seconds. None
+    is what is not known."""
+    host = [found for step in steps if (found := result.host[step]) is not None]
+    if not host:
+        return dict.fromkeys(("step_s", "data_s", "collectives_s", "device_s", "core_s"))
+    sums = {name: sum(one.get(name, 0.0) for one in host) for name in {name for one in host for name in one}}
+    means = defaultdict(float, {name: total / len(host) for name, total in sums.items()})
+    is_seen = means["awaited"] >= AWAITED * means["issued"]
+    return {
+        "step_s": statistics.fmean(result.step_time_s[step] or 0.0 for step in steps),
+        "data_s": means["data"],
+        "collectives_s": means["collectives"] if is_seen else None,
+        "device_s": means["device"] if on_gpu else None,
+        "core_s": means["core"],
+    }
+
+
+def arrivals(result: TrainingResult, steps: Sequence[int], entries: Sequence[Entry]) -> dict[Call, float]:
+    """When this rank issued each collective of `steps`, in seconds since the epoch, as far as its recorder holds them.
+    Steps whose beginning it has overwritten are left out."""
+    found: dict[Call, float] = {}
+    times = [entry.time_s for entry in entries]
+    for step in steps:
+        host, length_s = result.host[step], result.step_time_s[step]
+        if host is None or length_s is None or not times or host["began"] < times[0]:
+            continue
+        for entry in entries:
+            if entry.kind not in MESSAGES and 0 <= entry.time_s - host["began"] <= length_s:
+                found[step, entry.group, entry.seq] = entry.time_s
+    return found
+
+
+def lateness(ranks: Sequence[Mapping[Call, float]], hosts: Sequence[str]) -> list[float | None]:
+    """For each rank, the longest time in a step by which it came last to a collective, after the middle one of the
+    others: mean over steps, in seconds. A step ends with a collective of all, so a delay counts in its own step alone.
+
+    Args:
+        hosts: Clocks of several hosts cannot be compared; then all is None, as with fewer than `FEWEST_STEPS`.
+    """
+    latest: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(ranks))
+    for call in {call for calls in ranks for call in calls}:
+        times = sorted((calls[call], rank) for rank, calls in enumerate(ranks) if call in calls)
+        if len(times) > 1:
+            (last_s, rank), others = times[-1], [time_s for time_s, _ in times[:-1]]
+            by_rank = latest[call[0]]
+            by_rank[rank] = max(by_rank[rank], last_s - statistics.median_high(others))
+    if len(set(hosts)) > 1 or len(latest) < FEWEST_STEPS:
+        return [None] * len(ranks)
+    return [statistics.fmean(of_rank) for of_rank in zip(*latest.values(), strict=True)]
