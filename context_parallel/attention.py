@@ -22,7 +22,7 @@ from context_parallel.ulysses import ulysses
 from ddp_lab.runtime.data.masks import documents_of_tokens
 from ddp_lab.runtime.data.packing import IGNORED
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.settings.mesh import ULYSSES, ZIGZAG
+from ddp_lab.runtime.settings.mesh import PYTORCH, ULYSSES, ZIGZAG
 
 NAME = "ddp_lab_context_parallel"
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
@@ -39,7 +39,7 @@ class Context:
 
     def __init__(self, group: dist.ProcessGroup, way: str) -> None:
         self.group, self.way = group, way
-        self.ring = Ring(group, zigzag=way == ZIGZAG)
+        self.ring = Ring(group, zigzag=way in (ZIGZAG, PYTORCH))
         self.keys, self.queries = (0, 0), 0
         self._length = 0  # of sequences in the latest forward pass
 
@@ -94,8 +94,14 @@ class Context:
         Args:
             documents: See `RingAttention`.
         """
+        if torch.is_autocast_enabled(kind := q.device.type):  # rotated queries and keys are in fp32
+            q, k, v = (one.to(torch.get_autocast_dtype(kind)) for one in (q, k, v))
         if torch.is_grad_enabled() or not self.keys:
             self.keys, self.queries = (k.nbytes, k.numel()), q.nbytes
+        if self.way == PYTORCH:
+            from reference.pytorch_cp import TorchRing
+
+            return TorchRing.apply(q, k, v, documents, self.ring, scale)
         if self.way != ULYSSES:
             return RingAttention.apply(q, k, v, documents, self.ring, scale)
 

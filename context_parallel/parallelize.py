@@ -11,7 +11,7 @@ from context_parallel.ulysses import require_heads
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import CONTEXT, TENSOR, MeshGroups
-from ddp_lab.runtime.settings.mesh import ULYSSES
+from ddp_lab.runtime.settings.mesh import PYTORCH, ULYSSES
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
@@ -99,6 +99,14 @@ class Traffic:
             calls = forward + backward
             return [Collective("all_to_all", 2 * calls, calls * (2 * queries + 2 * nbytes), size, "activations")]
         exact = elements * max(4, nbytes // elements if elements else 4)
+        if self.context.way == PYTORCH:
+            gathers = Collective(
+                "all_gather", forward + backward, 2 * (forward + backward) * size * nbytes, size, "activations"
+            )
+            return [
+                gathers,
+                Collective("all_to_all", size * backward, 2 * size * backward * exact, size, "activations"),
+            ]
         turns = (size - 1) * (forward + backward), (size - 1) * backward
         payload = 2 * 2 * (turns[0] * nbytes + turns[1] * exact)  # keys and values, sent and received
         return [Collective("send_recv", 2 * sum(turns), payload, size, "activations")]

@@ -38,7 +38,7 @@ class Ring:
     """Ranks in a circle: each sends to the next and receives from the one before."""
 
     def __init__(self, group: dist.ProcessGroup, zigzag: bool = False) -> None:
-        self._group = group
+        self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = Layout(self.size, zigzag)
 
@@ -46,8 +46,8 @@ class Ring:
         """Send a contiguous tensor to the next rank, and receive one like it."""
         received, after, before = torch.empty_like(tensor), (self.rank + 1) % self.size, (self.rank - 1) % self.size
         messages = [
-            dist.P2POp(dist.isend, tensor, group=self._group, group_peer=after),
-            dist.P2POp(dist.irecv, received, group=self._group, group_peer=before),
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
         ]
         return Coming(tensor, received, dist.batch_isend_irecv(messages))
 

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from context_parallel.layout import Layout
 from context_parallel.ring import Ring, RingAttention
 from context_parallel.ulysses import ulysses
+from reference.pytorch_cp import TorchRing
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -37,7 +38,15 @@ CASES = [
     *(Case(2, "ulysses", dtype, heads=(4, 2)) for dtype in (torch.float64, torch.bfloat16)),
     Case(3, "ulysses", heads=(6, 2), documents=True),
     Case(4, "ulysses", heads=(12, 2), documents=True),
+    *(Case(ranks, "pytorch_cp", heads=(4, 2), unit=5, documents=ranks == 3) for ranks in (2, 3)),
+    Case(4, "pytorch_cp", torch.bfloat16, unit=16),
 ]
+
+
+def layout_of(case: Case) -> Layout:
+    return Layout(case.ranks, case.way in ("zigzag", "pytorch_cp"))
+
+
 TIMES = 1.4
 """How far an error may be from that of one process in the same precision, whatever the number of ranks."""
 
@@ -45,7 +54,7 @@ TIMES = 1.4
 def inputs(case: Case) -> tuple[list[Tensor], Tensor | None]:
     """Queries, keys, values and the gradient of outputs of a whole sequence; and the number of each token's document,
     of which some begin and end within a rank's part, and one is longer than it."""
-    length, generator = case.unit * Layout(case.ranks, case.way == "zigzag").chunks, torch.Generator().manual_seed(0)
+    length, generator = case.unit * layout_of(case).chunks, torch.Generator().manual_seed(0)
     kinds = (case.heads[0], case.heads[1], case.heads[1], case.heads[0])
     tensors = [torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64) for heads in kinds]
     begins = torch.zeros(2, length, dtype=torch.int64)
@@ -72,12 +81,14 @@ def on_rank(case: Case) -> list[Tensor]:
     """A rank's part of the same."""
     group = dist.group.WORLD
     assert group is not None
-    ring, (given, documents) = Ring(group, zigzag=case.way == "zigzag"), inputs(case)
+    ring, (given, documents) = Ring(group, zigzag=layout_of(case).zigzag), inputs(case)
     *qkv, gradient = (ring.layout.part(tensor, ring.rank, 2) for tensor in given)
     for tensor in qkv:
         tensor.requires_grad_()
     if case.way == "ulysses":
         out = ulysses(*qkv, group, partial(attend, documents))
+    elif case.way == "pytorch_cp":
+        out = TorchRing.apply(*qkv, documents, ring, SCALE)
     else:
         out = RingAttention.apply(*qkv, documents, ring, SCALE)
     return [out.detach(), *torch.autograd.grad(out, qkv, gradient)]
@@ -85,7 +96,7 @@ def on_rank(case: Case) -> list[Tensor]:
 
 @each_row("case", CASES)
 def test_attention_over_ranks_is_as_exact_as_in_one_process(ranks: RankPool, case: Case) -> None:
-    layout = Layout(case.ranks, case.way == "zigzag")
+    layout = layout_of(case)
     parts = zip(*ranks.run(case.ranks, on_rank, case), strict=True)
     exact, alone = whole(case, torch.float64), whole(case, case.dtype)
     rounding = 4 * torch.finfo(torch.promote_types(case.dtype, torch.float32)).eps

@@ -17,7 +17,7 @@ from tests.ranks import RankPool
 from tests.tables import each_row
 from tests.tensor_parallel.meshes import trained
 
-RING, ULYSSES = {"context_parallel": "ring"}, {"context_parallel": "ulysses"}
+RING, ULYSSES, PYTORCH = ({"context_parallel": way} for way in ("ring", "ulysses", "pytorch_cp"))
 STEPS = [[[2, 1], [1]], [[1], [2, 2]], [[2, 1], [2, 1]]]
 """Uneven: for each of two ranks that see different samples, the micro-batches of three steps."""
 
@@ -69,6 +69,9 @@ def check(ranks: RankPool, mesh: str, choice: str, model: str, options: dict[str
         ("cp=2", "zero3", "lm, gqa", {"activation_checkpointing": "block"}),
         ("cp=2", "zero2", "lm, llama", ULYSSES | {"activation_checkpointing": "op"}),
         ("cp=2", "tp", "lm, llama", {"activation_checkpointing": "torch:block"}),
+        ("cp=2", "zero1", "lm, gqa, documents", PYTORCH | {"activation_checkpointing": "block"}),
+        ("cp=3", "zero3", "lm, llama", PYTORCH),
+        ("dp=2,cp=2", "tp", "lm, gpt2, padded", PYTORCH),
     ],
 )
 def test_tokens_over_ranks(ranks: RankPool, mesh: str, choice: str, model: str, options: dict[str, Any]) -> None:
@@ -90,6 +93,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
         (2, "plain", {}, "Plain is no causal language model"),
         (2, "lm, gpt2, dropout", {}, "no ring draws dropout within attention"),
         (2, "lm, gpt2, dropout", ULYSSES, ""),
+        (2, "lm, gpt2, dropout", PYTORCH, "no ring draws dropout within attention"),
     ],
 )
 def test_what_is_refused(ranks: RankPool, ranks_of_cp: int, model: str, options: dict[str, Any], message: str) -> None:
@@ -114,3 +118,4 @@ def test_a_label_says_how_tokens_are_cut() -> None:
     config = RunConfig.of(choice="tp", mesh="dp=2,cp=2", **ULYSSES)
     assert config.label == "tp@dp2-cp2-ulysses"
     assert mesh_flags("dp2-cp2-ulysses") == ["--mesh", "dp=2,cp=2", "--context-parallel", "ulysses"]
+    assert mesh_flags("cp2-pytorch_cp") == ["--mesh", "cp=2", "--context-parallel", "pytorch_cp"]

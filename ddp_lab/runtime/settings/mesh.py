@@ -9,7 +9,7 @@ from ddp_lab.runtime.settings.field import flag
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1 = PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 ZIGZAG = "zigzag"
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
-CONTEXT_PARALLEL = ("ring", ZIGZAG, ULYSSES := "ulysses")
+CONTEXT_PARALLEL = ("ring", ZIGZAG, ULYSSES := "ulysses", PYTORCH := "pytorch_cp")
 _mesh = partial(flag, "mesh")
 
 
@@ -60,7 +60,8 @@ class MeshSettings:
     context_parallel: str = _mesh(
         ZIGZAG,
         "with cp, how attention reaches the tokens of other ranks: keys go around, with tokens in order or so that all "
-        "ranks compute equally much, or tokens are exchanged for heads (docs/how-it-works/context_parallel.md)",
+        "ranks compute equally much, or tokens are exchanged for heads, or by PyTorch's own ring "
+        "(docs/how-it-works/context_parallel.md)",
         choices=CONTEXT_PARALLEL,
     )
     router_scores: str = _mesh(

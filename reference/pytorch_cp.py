@@ -1,0 +1,63 @@
+"""PyTorch's own ring attention: what `torch.distributed.tensor.experimental.context_parallel` runs.
+
+The public function has it on CUDA alone, and without documents: it replaces kernels that CPUs do not have. So its two
+templates are called here, which take any kernel, and get those of the hand-written ring, with its masks. Tokens lie as
+torch's default has them: an early and a late chunk on each rank, which is `zigzag`. By torch's default, too, keys and
+values are gathered once, behind the first block, and do not go around; in backward they are gathered again, and their
+gradients go around.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor.experimental._context_parallel import _attention
+
+from context_parallel.blocks import Mask, kernel_for
+from context_parallel.ring import Ring
+
+torchs: Any = _attention
+TOKENS = 2
+"""The dimension of tokens in queries, keys and values."""
+
+
+class TorchRing(torch.autograd.Function):
+    """Causal attention of the tokens of all ranks, as `context_parallel.ring.RingAttention`, in zigzag order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring, scale: float
+    ) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
+            return kernel.forward(q, k, v, next(masks), scale)
+
+        kernel, masks = kernel_for(q, documents is not None), iter(masks_of(ring, q, documents))
+        torchs._cp_options.enable_load_balance = True  # the default, which other calls of torch's turn off
+        out, sums, *_ = torchs._templated_ring_attention(ring.group, TOKENS, attend, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, sums, documents)
+        ctx.ring, ctx.scale = ring, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **rest: Tensor) -> tuple[Tensor, ...]:
+            sums = rest["out"], rest["logsumexp"], rest["gradient"]
+            return kernel.backward(query, key, value, *sums, next(masks), ctx.scale)
+
+        *made, documents = ctx.saved_tensors
+        kernel, masks = kernel_for(made[0], documents is not None), iter(masks_of(ctx.ring, made[0], documents))
+        torchs._cp_options.enable_load_balance = True
+        of_q, of_k, of_v = torchs._templated_ring_attention_backward(
+            ctx.ring.group, TOKENS, attend, gradient, "gradient", *made, is_causal=True
+        )
+        return of_q, of_k, of_v, None, None, None
+
+
+def masks_of(ring: Ring, q: Tensor, documents: Tensor | None) -> list[Mask]:
+    """In the order in which torch computes blocks: a rank's own keys, then those of the ranks before it. Of each it
+    takes the part that the hand-written ring takes."""
+    sources = [(ring.rank - step) % ring.size for step in range(ring.size)]
+    seen = [ring.seen(source, q.shape[TOKENS], documents, q.dtype) for source in sources]
+    return [mask for _, mask in filter(None, seen)]
