@@ -2,13 +2,14 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import pandas as pd
 import torch
 import torch.distributed as dist
 
-from benchmarks.runners import Runner, over_ranks
+from benchmarks.runners import over_ranks
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.groups import host_barrier
@@ -17,8 +18,15 @@ WARMUP_ROUNDS = 2
 STEPS_PER_ROUND = 3
 
 
+class Runs(Protocol):
+    """What is timed: runs so many steps, to the end of all their communication."""
+
+    @property
+    def steps(self) -> Callable[[int], None]: ...
+
+
 def time_rounds(
-    runners: dict[str, Runner], rounds: int, ranks: Ranks, clock: Callable[[], float] = time.perf_counter
+    runners: Mapping[str, Runs], rounds: int, ranks: Ranks, clock: Callable[[], float] = time.perf_counter
 ) -> pd.DataFrame:
     """Run all choices in turn, in a new random order each round. Collective.
 
@@ -40,7 +48,7 @@ def time_rounds(
     return times
 
 
-def timed(runner: Runner, device: torch.device, clock: Callable[[], float]) -> float:
+def timed(runner: Runs, device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds from all ranks' start of a round to this rank's end of it."""
     host_barrier()
     start = clock()
