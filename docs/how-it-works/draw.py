@@ -3,6 +3,7 @@
 A test compares the files with `drawings()`.
 """
 
+import csv
 import itertools
 import re
 from pathlib import Path
@@ -125,10 +126,46 @@ def experts() -> tuple[int, int, str]:
     return 860, 240, drawn
 
 
+def blocks() -> tuple[int, int, str]:
+    """Which rank of a ring computed which block of the mask when, as `record_context.py` has recorded it."""
+    rows = list(csv.DictReader((Path(__file__).parent / "context_parallel.csv").open()))
+    drawn, looks = text(10, 18, "A colour is a rank; a number says in which turn it computes the block.", "s"), "pgof"
+    per_ms = 560 / max(float(row["end_ms"]) for row in rows)
+    for place, (way, of_way) in enumerate(itertools.groupby(rows, lambda row: row["way"])):
+        top, turns = 66 + 250 * place, dict.fromkeys("0123", 0)
+        side = 200 // (8 if way == "zigzag" else 4)
+        drawn += text(10, top - 14, way, "b") + text(190, top - 14, "keys of the sequence", "m s")
+        drawn += text(600, top - 14, "time, ms", "m s") + text(18, top + 104, "queries", "s")
+        for row in of_way:
+            rank, turn = row["rank"], turns[row["rank"]]
+            turns[rank] += 1
+            look, at = looks[int(rank)], top + 8 + 46 * int(rank)
+            for query, key in itertools.product(row["query_chunks"].split(), row["key_chunks"].split()):
+                drawn += cell(80 + side * int(key), top + side * int(query), side, look, turn, int(query) - int(key))
+            start, end = (per_ms * float(row[name]) for name in ("start_ms", "end_ms"))
+            drawn += box(330 + start, at, end - start - 1, 34, look)
+            drawn += text(330 + (start + end) / 2, at + 22, f"{turn}", "m w")
+        for rank in range(4):
+            drawn += text(288, top + 30 + 46 * rank, f"rank {rank}")
+        for ms in range(0, 351, 50):
+            drawn += text(330 + per_ms * ms, top + 206, f"{ms}", "m s")
+    return 910, 540, drawn
+
+
+def cell(x: float, y: float, side: float, look: str, turn: int, below: int) -> str:
+    """What queries of a chunk see of the keys of a chunk: all if `below` the diagonal, half on it, and else nothing."""
+    if below < 0:
+        return ""
+    corners = f"M{x} {y}L{x + side - 1} {y + side - 1}H{x}Z"
+    shape = box(x, y, side - 1, side - 1, look) if below else f'<path class="{look}" d="{corners}"/>\n'
+    return shape + text(x + side * (0.5 if below else 0.3), y + side * (0.5 if below else 0.72) + 5, f"{turn}", "m w")
+
+
 def drawings() -> dict[str, str]:
     """Each file's content by its name."""
     made = {f"{name}.svg": states(*rows) for name, rows in STATES.items()}
     made |= {"ddp.svg": times(), "tensor_parallel.svg": cuts(), "expert_parallel.svg": experts()}
+    made["context_parallel.svg"] = blocks()
     size = 'width="{0}" height="{1}" viewBox="0 0 {0} {1}"'
     return {
         name: f'<svg xmlns="http://www.w3.org/2000/svg" {size.format(width, height)}>\n<style>{STYLE}</style>\n'
