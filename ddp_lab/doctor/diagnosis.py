@@ -25,6 +25,9 @@ def diagnose(facts: Facts) -> list[Finding]:
     found = [finding for rule in all_rules() if (finding := _apply(rule, facts))]
     kinds, sure = list(KINDS), [*CONFIDENCES, None]
     found.sort(key=lambda each: (kinds.index(each.rule.kind), sure.index(each.rule.confidence)))  # stable: then by file
+    for raised in (one for one in found if one.rule.predicate == "program_exception"):
+        named = next((one for one in found if one is not raised and {*raised.lines} <= {*one.lines}), raised)
+        named.details[:] = named.details or raised.details  # which rank raised what a rule names, and where
     return [one for index, one in enumerate(found) if not _says_less(one, found[:index])]
 
 

@@ -36,3 +36,12 @@ def test_what_looks_alike_does_not_fire(rule: str, log: str) -> None:
 
 def test_every_rule_has_a_look_alike() -> None:
     assert {rule for rule, _ in logs("silent")} == {rule.name for rule in all_rules()} - MEASURED
+
+
+def test_a_rule_on_an_exception_says_which_rank_raised_it_and_where() -> None:
+    at = '[rank1]:   File "/app/train.py", line 7, in main'
+    raised = "[rank1]: RuntimeError: aten.mm.default: got mixed torch.Tensor and DTensor, need to convert"
+    log = "\n".join(["[rank1]: Traceback (most recent call last):", at, raised])
+    found = diagnose(Facts(texts=[to_text("train.log", log.encode())]))
+    assert [finding.rule.name for finding in found] == ["dtensor-mixed"]
+    assert found[0].details[0].startswith("Rank 1 raised ") and "/app/train.py:7 (main)" in found[0].details[0]

@@ -38,6 +38,7 @@ _BARRIER = re.compile(
 
 
 _COMPLETED = re.compile("Completed store-based barrier")
+_CONNECTED = re.compile(r"\[c10d\b[^\]\n]{0,12}\] The client socket has connected to ")
 
 
 def program_exception(facts: Facts) -> Match | None:
@@ -55,7 +56,8 @@ def program_exception(facts: Facts) -> Match | None:
             lines = [each.line.text for each in own if each.text == said.text]
             ranks = {int(match[1]) for line in lines if (match := JOB_RANK.search(line))}
             who = f"{ranks_in_words(ranks).capitalize()} raised" if ranks else "It is"
-            return Match([said.line], [f"{who} {said.text[:200]}{f', in {said.where}' if said.where else ''}."])
+            where = f", in {said.where}" if said.where else ""
+            return Match([said.line], [f"{who} {said.text[:200].rstrip('.')}{where}."])
     return None
 
 
@@ -115,6 +117,13 @@ def store_barrier_too_few(facts: Facts) -> Match | None:
     waits = _barrier(facts, lambda said, size, came: came < size)
     is_over = facts.search(_COMPLETED) or store_barrier_too_many(facts)
     return waits if waits and not is_over and facts.ended_with(waits.lines) else None
+
+
+def store_answers_nothing(facts: Facts) -> Match | None:
+    """The last that a text says is that its rank has connected to the store (torch's log at the level INFO)."""
+    last = [next((line for line in reversed(text.lines) if line.text.strip()), None) for text in facts.texts]
+    lines = [line for line in last if line and _CONNECTED.search(line.text)]
+    return Match(lines) if lines else None
 
 
 def _barrier(facts: Facts, is_wrong: Callable[[str, int, int], bool]) -> Match | None:
