@@ -10,7 +10,9 @@ from ddp_lab.doctor.comparison import Divergence, compare
 from ddp_lab.doctor.live.machine import Machine
 from ddp_lab.doctor.reading.complaints import Said, read_complaints
 from ddp_lab.doctor.reading.flight_recorder import Dump
+from ddp_lab.doctor.reading.inspector import Timed
 from ddp_lab.doctor.reading.nccl_log import Process, read_processes
+from ddp_lab.doctor.reading.ras import Answer
 from ddp_lab.doctor.reading.stacks import Stack, read_stacks
 from ddp_lab.doctor.reading.texts import Line, Text
 from ddp_lab.doctor.reading.topology import Topology
@@ -53,6 +55,8 @@ class Facts:
     machine: Machine | None = None
     runs: list[tuple[str, RunEnd]] = field(default_factory=list)
     slow_pairs: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    timed: list[Timed] = field(default_factory=list)
 
     @cached_property
     def processes(self) -> list[Process]:

@@ -82,7 +82,7 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
         ("log.zst", b"\x28\xb5\x2f\xfdrest", ": it cannot be unpacked: "),
         ("cut.flight.json", b'{"version": 1, "rank": 0, "entr', ": not whole JSON; was the file cut off?"),
         ("deep.json", b'{"version": 1, "entries": ' + b"[" * 100_000, ": not whole JSON"),
-        ("other.json", b'{"a": 1}', ": JSON, but neither a flight-recorder dump nor a run record"),
+        ("other.json", b'{"a": 1}', ": JSON, but neither a flight-recorder dump, a run record nor what NCCL writes"),
     ],
 )
 def test_hostile_files_are_one_line(name: str, content: bytes, expected: str, tmp_path: Path) -> None:

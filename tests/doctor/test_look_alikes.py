@@ -10,7 +10,7 @@ from ddp_lab.doctor.rulebook import all_rules
 from tests.tables import each_row
 
 CASES = Path(__file__).parents[1] / "data" / "doctor" / "cases"
-MEASURED = {"slow-pair", "run-record", "rank-without-record", "stuck-together"}
+MEASURED = {"slow-pair", "run-record", "rank-without-record", "stuck-together", "inspector-straggler"}
 """Rules that read no log: other tests give them what looks alike."""
 
 

@@ -17,6 +17,8 @@ from ddp_lab.analysis.layout import RunEnd
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.content import Content, read_content
 from ddp_lab.doctor.reading.flight_recorder import is_dump, read_dump
+from ddp_lab.doctor.reading.inspector import read_inspector
+from ddp_lab.doctor.reading.ras import is_answer, read_answer
 from ddp_lab.doctor.reading.texts import InputError, Text, count_of, encoding_of, printable, to_text
 from ddp_lab.doctor.reading.topology import find_topologies
 from ddp_lab.runtime.errors import UserError
@@ -169,6 +171,10 @@ def _refuse_binary(name: str, content: bytes) -> None:
 
 def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
     """What a JSON file is; None for text that only begins with a brace."""
+    if (timed := read_inspector(name, content)) is not None:
+        inputs.facts.timed += timed
+        ranks = {one.rank for one in timed}
+        return f"NCCL's Inspector, {count_of(len(timed), 'collective')} of {count_of(len(ranks), 'rank')}"
     try:
         decoded = json.loads(content)
     except (ValueError, RecursionError):
@@ -182,6 +188,10 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
         inputs.facts.dumps.append(dump)
         more = f" and {dump.point_to_point:,} sends and receives" if dump.point_to_point else ""
         return f"flight recorder of rank {dump.rank}, {count_of(len(dump.calls), 'collective')}{more}"
+    if is_answer(decoded):
+        answer = read_answer(name, decoded)
+        inputs.facts.answers.append(answer)
+        return f"answer of NCCL's RAS on {count_of(len(answer.communicators), 'communicator')}"
     if isinstance(decoded, dict) and "run_id" in decoded and "choice" in decoded:
         try:
             run = fitted(decoded, RunEnd, name, "run record")
@@ -189,7 +199,7 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
             raise InputError(str(error)) from None
         inputs.facts.runs.append((name, run))
         return f"record of run {printable(run.run_id)}, {printable(run.choice)}"
-    raise ForeignFile(f"{name}: JSON, but neither a flight-recorder dump nor a run record")
+    raise ForeignFile(f"{name}: JSON, but neither a flight-recorder dump, a run record nor what NCCL writes")
 
 
 def looked_for(facts: Facts) -> list[str]:
@@ -199,6 +209,8 @@ def looked_for(facts: Facts) -> list[str]:
         ("the topology of ", len(facts.topologies), "machine"),
         ("the flight records of ", len(facts.dumps), "rank"),
         ("", len(facts.runs), "run record"),
+        ("", len(facts.answers), "answer of NCCL's RAS"),
+        ("the times of ", len(facts.timed), "collective"),
         ("", sum(map(_count_lines, facts.texts)), "line"),
     )
     seen = [f"{before}{count_of(count, thing)}" for before, count, thing in counts if count]

@@ -1,0 +1,52 @@
+"""What NCCL says of itself as JSON: answers of RAS, and the times of the Inspector."""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+from ddp_lab.doctor.facts import Facts, Match
+from ddp_lab.doctor.reading import ras
+from ddp_lab.doctor.reading.texts import Line, printable
+
+FEWEST, MOSTLY, LONGER = 10, 0.8, 1.5
+"""Collectives that all ranks have timed; the share in which one rank's is the shortest; how many times as long those of
+the others are. All ranks leave an all-reduce together, so the one in it for the shortest time came last."""
+
+
+def ras_process_gone(facts: Facts) -> Match | None:
+    return _of_ras(facts, ras.gone)
+
+
+def ras_counts_differ(facts: Facts) -> Match | None:
+    return _of_ras(facts, ras.unequal)
+
+
+def _of_ras(facts: Facts, lines_of: Callable[[ras.Answer], Iterator[Line]]) -> Match | None:
+    lines = [line for answer in facts.answers for line in lines_of(answer)]
+    return Match(lines) if lines else None
+
+
+def inspector_straggler(facts: Facts) -> Match | None:
+    """In most collectives of a communicator one rank is for a much shorter time than the others."""
+    calls: dict[str, dict[tuple[str, int], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    paths = {}
+    for one in facts.timed:
+        calls[one.communicator][one.kind, one.number][one.rank] = one.us
+        paths[one.communicator, one.rank] = one.path
+    for communicator, of_group in calls.items():
+        ranks = {rank for times in of_group.values() for rank in times}
+        whole = [times for times in of_group.values() if len(times) == len(ranks) > 1]
+        if len(whole) < FEWEST:
+            continue
+        shortest = Counter(min(times, key=lambda rank: times[rank]) for times in whole)
+        rank, count = shortest.most_common(1)[0]
+        own = statistics.median(times[rank] for times in whole)
+        others = statistics.median(statistics.median(us for r, us in times.items() if r != rank) for times in whole)
+        if count >= MOSTLY * len(whole) and others >= LONGER * own:
+            said = f"rank {rank}: median {own:,.0f} us in {len(whole)} collectives of communicator "
+            said += f"{printable(communicator)}; the others {others:,.0f} us"
+            what = f"Rank {rank} is the shortest in {count} of {len(whole)}: it comes last, and the others wait for it "
+            return Match(
+                [Line(paths[communicator, rank], 0, said)], [f"{what}{others - own:,.0f} us in the middle one."]
+            )
+    return None

@@ -1,0 +1,97 @@
+"""What NCCL's RAS answers as JSON (`ncclras -f json`, NCCL 2.28.7 and newer).
+
+The layout is that of `rasDumpCommsToJSON` in `src/ras/client_support.cc` of https://github.com/NVIDIA/nccl (read at
+2.30.7). The same answer as text is read by patterns of rules.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+from ddp_lab.doctor.reading.flight_recorder import MOST_RANKS
+from ddp_lab.doctor.reading.texts import InputError, Line, count_of, printable
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+
+
+class Missing(msgspec.Struct):
+    """`unresponsive`: its process did not answer. Without that, it did, but no longer or not yet has the communicator.
+    `considered_dead`: it did not answer for so long that RAS no longer asks."""
+
+    unresponsive: bool
+    considered_dead: bool
+
+
+class MissingRank(msgspec.Struct):
+    rank: Rank
+    host: str
+    pid: int
+    cuda_dev: int
+    status: Missing
+
+    def __str__(self) -> str:
+        said = "considered dead" if self.status.considered_dead else "no answer"
+        return f"rank {self.rank}, process {self.pid} on {printable(self.host)}, GPU {self.cuda_dev}: {said}"
+
+
+class AnsweringRank(msgspec.Struct):
+    rank: Rank
+    collective_counts: dict[str, int]
+
+
+class Communicator(msgspec.Struct):
+    hash: str
+    size: int
+    ranks: list[AnsweringRank]
+    missing_ranks: list[MissingRank]
+
+
+class Answer(msgspec.Struct):
+    """`path` is that of the file."""
+
+    nccl_version: str
+    communicators: list[Communicator]
+    path: str = ""
+
+
+def is_answer(content: Any) -> bool:
+    """Whether decoded JSON looks like an answer of RAS."""
+    return isinstance(content, dict) and {"nccl_version", "communicators"} <= content.keys()
+
+
+def read_answer(path: str, content: Any) -> Answer:
+    """
+    Raises:
+        InputError: fields are missing or of another type.
+    """
+    try:
+        answer = msgspec.convert(content, Answer)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{path}: not an answer of ncclras in a layout that is known: {error}") from None
+    answer.path = path
+    return answer
+
+
+def gone(answer: Answer) -> Iterator[Line]:
+    """A line for each rank that does not answer."""
+    for group in answer.communicators:
+        for one in group.missing_ranks:
+            if one.status.unresponsive or one.status.considered_dead:
+                yield Line(answer.path, 0, f"communicator {printable(group.hash)}: {one}")
+
+
+def unequal(answer: Answer) -> Iterator[Line]:
+    """A line for each kind of collective of which the ranks of a communicator have launched different numbers."""
+    for group in answer.communicators:
+        for kind in dict.fromkeys(name for one in group.ranks for name in one.collective_counts):
+            numbers = {one.rank: one.collective_counts.get(kind, 0) for one in group.ranks}
+            ranks_at = Counter(numbers.values())
+            if len(ranks_at) > 1:
+                least = min(ranks_at)
+                behind = [rank for rank, number in sorted(numbers.items()) if number == least]
+                who = f"rank {behind[0]}" if len(behind) == 1 else count_of(len(behind), "rank")
+                others = f"the others up to {max(ranks_at):,}"
+                said = f"{who} has launched {least:,} {printable(kind)}, {others}".replace("ranks has", "ranks have")
+                yield Line(answer.path, 0, f"communicator {printable(group.hash)} of {group.size}: {said}")

@@ -1,0 +1,71 @@
+"""What NCCL writes as JSON: answers of RAS, and the Inspector's times; what is refused, and what says nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ddp_lab.doctor.diagnosis import diagnose
+from ddp_lab.doctor.reading.inputs import Inputs, read_inputs
+from tests.tables import each_row
+
+DATA = Path(__file__).parents[1] / "data" / "doctor"
+RAS = json.loads((DATA / "ras-process-gone" / "ras.json").read_text())
+LOGS = sorted((DATA / "inspector-straggler" / "rank_1_last").iterdir())
+
+
+def changed(**status: bool) -> dict[str, Any]:
+    """The answer with another status of the rank that is missing."""
+    answer = json.loads(json.dumps(RAS))
+    answer["communicators"][0]["missing_ranks"][0]["status"] |= status
+    return answer
+
+
+def read(folder: Path, content: str, name: str = "ras.json") -> tuple[Inputs, list[str]]:
+    (folder / name).write_text(content)
+    inputs = read_inputs([str(folder / name)])
+    return inputs, [finding.rule.name for finding in diagnose(inputs.facts)]
+
+
+def test_a_rank_that_answers_without_the_communicator_is_not_gone(tmp_path: Path) -> None:
+    """It has destroyed it, or has it not yet."""
+    for dead, unresponsive, expected in ((1, 1, 1), (0, 1, 1), (0, 0, 0)):
+        answer = changed(considered_dead=bool(dead), unresponsive=bool(unresponsive))
+        found = read(tmp_path, json.dumps(answer))[1]
+        assert found == ["ras-process-gone"] * expected
+
+
+@each_row(
+    "broken",
+    [
+        RAS | {"communicators": [{"hash": 1}]},
+        RAS | {"communicators": {}},
+        RAS | {"nccl_version": None},
+        changed() | {"communicators": [RAS["communicators"][0] | {"ranks": [{"rank": -1}]}]},
+    ],
+)
+def test_another_layout_is_refused_in_a_line(broken: Any, tmp_path: Path) -> None:
+    inputs, found = read(tmp_path, json.dumps(broken))
+    assert found == [] and inputs.facts.answers == []
+    (problem,) = inputs.problems
+    assert "not an answer of ncclras" in problem and "\n" not in problem
+
+
+def test_the_inspector_needs_enough_collectives_of_several_ranks(tmp_path: Path) -> None:
+    assert [finding.rule.name for finding in diagnose(read_inputs([str(one) for one in LOGS[:2]]).facts)]
+    assert not diagnose(read_inputs([str(LOGS[1])]).facts), "one rank compares with none"
+    for path in LOGS:
+        lines = path.read_text().splitlines()
+        (tmp_path / path.name).write_text("\n".join(lines[:9]))
+    few = read_inputs([str(tmp_path)])
+    assert len(few.facts.timed) == 3 * 8 and not diagnose(few.facts), "a send is not counted"
+
+
+def test_a_line_of_the_inspector_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+    text = LOGS[0].read_text()
+    inputs, _ = read(tmp_path, text[:-100], "node1.log")
+    assert len(inputs.facts.timed) == 10 and not inputs.problems
+    assert inputs.looked_at[0].endswith("NCCL's Inspector, 10 collectives of 1 rank")
+    inputs, _ = read(tmp_path, text[100:], "node1.log")
+    assert inputs.facts.timed == [], "its first line says what a file is"
+    inputs, _ = read(tmp_path, json.dumps({"header": {"id": "0x1", "rank": 0}, "metadata": {}}), "other.json")
+    assert "neither a flight-recorder dump" in inputs.problems[0]
