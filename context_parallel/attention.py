@@ -59,12 +59,12 @@ class Context:
             documents = mask.long() if documents is None else (documents + 1) * mask
         if positions is None:
             positions = torch.arange(self._length, device=tokens.device).expand(samples, -1)
-        part = {"input_ids": self._part(tokens, 0), "position_ids": self._part(positions, 0)}
+        part = {"input_ids": self.part(tokens, 0), "position_ids": self.part(positions, 0)}
         if documents is not None:  # each rank needs the others', and four dimensions pass as they are
-            part["attention_mask"] = self._filled(documents, 0)[:, None, None]
+            part["attention_mask"] = self.filled(documents, 0)[:, None, None]
         if labels is not None:
             targets = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-            part["labels"] = part["shift_labels"] = self._part(targets, IGNORED)
+            part["labels"] = part["shift_labels"] = self.part(targets, IGNORED)
             part["num_items_in_batch"] = (targets != IGNORED).sum() / self.ring.size
         others = {name: value for name, value in batch.items() if name not in (*part, "attention_mask")}
         return args, part | others
@@ -77,16 +77,24 @@ class Context:
             return answer
         if torch.is_grad_enabled():
             raise UnsupportedError("--mesh with cp: the model computes its loss, so a batch must have labels")
-        parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(self.ring.size)]
-        dist.all_gather(parts, logits.contiguous(), group=self.group)
-        answer.logits = self.ring.layout.whole(parts)[:, : self._length]
+        answer.logits = self.whole(logits, self._length)
         return answer
 
-    def _filled(self, tokens: Tensor, value: int) -> Tensor:
-        return functional.pad(tokens, (0, self.ring.layout.missing(tokens.shape[1])), value=value)
+    def filled(self, tokens: Tensor, fill: int) -> Tensor:
+        """(samples, tokens, ...), of as many tokens as ranks can cut."""
+        others = (0, 0) * (tokens.ndim - 2)
+        return functional.pad(tokens, (*others, 0, self.ring.layout.missing(tokens.shape[1])), value=fill)
 
-    def _part(self, tokens: Tensor, value: int) -> Tensor:
-        return self.ring.layout.part(self._filled(tokens, value), self.ring.rank)
+    def part(self, tokens: Tensor, fill: int = 0) -> Tensor:
+        """What this rank has of (samples, tokens, ...) once it is filled up."""
+        return self.ring.layout.part(self.filled(tokens, fill), self.ring.rank)
+
+    def whole(self, part: Tensor, length: int) -> Tensor:
+        """All tokens of (samples, tokens of this rank, ...), in their order, without what filled them up. It has no
+        gradient. Collective over the ranks of cp."""
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.ring.size)]
+        dist.all_gather(parts, part.detach().contiguous(), group=self.group)
+        return self.ring.layout.whole(parts)[:, :length]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, dropout: float) -> Tensor:
         """Causal attention of the tokens of all ranks, (batch, heads, tokens of this rank, features).

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from context_parallel.own_loop import context_parallel
     from ddp_lab.choices import CHOICES, load
     from ddp_lab.runtime.checkpoint.of_strategy import load_checkpoint, save_checkpoint
     from ddp_lab.runtime.data.workload import Workload
@@ -22,6 +23,7 @@ __all__ = [
     "StrategyOptions",
     "UnsupportedError",
     "Workload",
+    "context_parallel",
     "load",
     "load_checkpoint",
     "pipeline",
@@ -35,6 +37,7 @@ _HOMES = {
     "UnsupportedError": "ddp_lab.runtime.errors",
     "Workload": "ddp_lab.runtime.data.workload",
     "StrategyOptions": "ddp_lab.strategy.options",
+    "context_parallel": "context_parallel.own_loop",
     "pipeline": "pipeline_parallel.own_loop",
     "load_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
     "save_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
