@@ -45,3 +45,12 @@ def test_a_rule_on_an_exception_says_which_rank_raised_it_and_where() -> None:
     found = diagnose(Facts(texts=[to_text("train.log", log.encode())]))
     assert [finding.rule.name for finding in found] == ["dtensor-mixed"]
     assert found[0].details[0].startswith("Rank 1 raised ") and "/app/train.py:7 (main)" in found[0].details[0]
+
+
+def test_an_exception_that_python_ignored_ended_nothing() -> None:
+    removed = ["Exception ignored in: <function Adam.__del__ at 0x7f30>", "Traceback (most recent call last):"]
+    removed += ['  File "/app/adam.py", line 91, in __del__', "AttributeError: 'Adam' object has no attribute 'id'"]
+    log = ["Traceback (most recent call last):", '  File "/app/train.py", line 7, in main', "KeyError: 'labels'"]
+    found = diagnose(Facts(texts=[to_text("train.log", "\n".join([*log, *removed]).encode())]))
+    assert found[0].details == ["It is KeyError: 'labels', in /app/train.py:7 (main)."]
+    assert verdicts("\n".join(removed)) == []

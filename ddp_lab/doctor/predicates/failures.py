@@ -1,6 +1,7 @@
 """Failures of the program, and what tells them from those that it survived or that follow from others."""
 
 import re
+from bisect import bisect
 from collections.abc import Callable, Sequence
 
 from ddp_lab.doctor.facts import LAST_LINES, Facts, Match
@@ -31,6 +32,7 @@ _COMMUNICATION = re.compile(
 )
 """Exceptions that come from the communication or the device, or that say that something else ended."""
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
+_IGNORED = re.compile("Exception ignored in")
 _BARRIER = re.compile(
     r"(Timed out|Waiting).{0,40} store based barrier.{0,80}rank:? ?(\d{1,6}), (?:for )?key: ?\S{1,80} "
     r"\(world_size=(\d{1,6}), (?:worker_count|num_workers_joined)=(\d{1,6})"
@@ -38,6 +40,7 @@ _BARRIER = re.compile(
 
 
 _COMPLETED = re.compile("Completed store-based barrier")
+_BUILDS = re.compile(r"Using \S{0,20} {0,2}\S{0,200}torch_extensions\S{0,80} as PyTorch extensions root")
 _CONNECTED = re.compile(r"\[c10d\b[^\]\n]{0,12}\] The client socket has connected to ")
 
 
@@ -46,12 +49,15 @@ def program_exception(facts: Facts) -> Match | None:
     consequences = facts.hangs + [said.line for said in facts.complaints if _COMMUNICATION.search(said.text)]
     for text in facts.texts:
         own = [said for said in facts.complaints if said.kind == EXCEPTION and said.line.path == text.path]
-        own = [said for said in own if not _COMMUNICATION.search(said.text)]
+        ignored = _ignored(text, own)
+        own = [s for s in own if s.line.number not in ignored and not _COMMUNICATION.search(s.text)]
         ends = (line.number for line in facts.failures if line.path == text.path and "Traceback" not in line.text)
         failed = min(ends, default=None)
         end = text.lines[-1].number if text.lines and failed is None else failed or 0
         followed = [line.number for line in consequences if line.path == text.path and line.number > end - SOON]
-        said = _that_ended(text, [said for said in own if said.line.number <= min(followed, default=end)], failed)
+        said = _that_ended(
+            text, [said for said in own if said.line.number <= min(followed, default=end)], failed, ignored
+        )
         if said:
             lines = [each.line.text for each in own if each.text == said.text]
             ranks = {int(match[1]) for line in lines if (match := JOB_RANK.search(line))}
@@ -61,14 +67,23 @@ def program_exception(facts: Facts) -> Match | None:
     return None
 
 
-def _that_ended(text: Text, own: Sequence[Said], failed: int | None) -> Said | None:
+def _ignored(text: Text, own: Sequence[Said]) -> set[int]:
+    """Numbers of the lines that Python writes of an error while an object is removed: it ends nothing."""
+    raised = sorted(said.line.number for said in own)
+    begins = [line.number for line in text.search(_IGNORED)]
+    ends = [raised[at] if (at := bisect(raised, begin)) < len(raised) else begin for begin in begins]
+    blocks = (range(b, e + 1) for b, e in zip(begins, ends, strict=True) if e - b < SOON)
+    return {number for block in blocks for number in block}
+
+
+def _that_ended(text: Text, own: Sequence[Said], failed: int | None, ignored: set[int]) -> Said | None:
     """Of exceptions in the order of the text the first that a rank did not survive: by torch's prefix of uncaught ones,
     the line at which the job `failed`, or the end of the text."""
     if uncaught := [said for said in own if JOB_RANK.search(said.line.text)]:
         return uncaught[0]
     if not own:
         return None
-    after = sum(line.number > own[-1].line.number for line in text.lines[-NOTHING_MORE - 1 :])
+    after = sum(line.number > own[-1].line.number and line.number not in ignored for line in text.lines)
     if failed is None and after > NOTHING_MORE:
         return None
     chained = [line.number for line in text.search(_CHAINED)]
@@ -121,8 +136,16 @@ def store_barrier_too_few(facts: Facts) -> Match | None:
 
 def store_answers_nothing(facts: Facts) -> Match | None:
     """The last that a text says is that its rank has connected to the store (torch's log at the level INFO)."""
+    return _ends(facts, _CONNECTED)
+
+
+def extension_build_waits(facts: Facts) -> Match | None:
+    return _ends(facts, _BUILDS)
+
+
+def _ends(facts: Facts, pattern: re.Pattern[str]) -> Match | None:
     last = [next((line for line in reversed(text.lines) if line.text.strip()), None) for text in facts.texts]
-    lines = [line for line in last if line and _CONNECTED.search(line.text)]
+    lines = [line for line in last if line and pattern.search(line.text)]
     return Match(lines) if lines else None
 
 
