@@ -62,6 +62,7 @@ OF_CPU: dict[str, tuple[Change, str]] = {
     "an operator without time": (lambda t: of(t, "mm")[0].update(ts=None), r"without a time are left out \(1\)"),
     "an operator across another": (lambda t: shifted(of(t, "mm")[:1], 250), "end after it"),
     "fewer collectives": (lambda t: without(t, of(t, "allreduce_")[:1] + of(t, "gloo:")[:1]), "1 of rank 0, 0 of"),
+    "a span of Gloo": (lambda t: without(t, of(t, "gloo:")[:1]), r"Gloo ran are not in it \(1\)"),
     "another unit": (lambda t: [each.update(ts=each["ts"] * 1e3, dur=each["dur"] * 1e3) for each in of(t, "")], "unit"),
     "a clock that jumps": (lambda t: shifted([e for e in of(t, "") if e["ts"] > BEGAN + 1500], 400), "between steps"),
 }

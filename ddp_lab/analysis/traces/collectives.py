@@ -16,6 +16,7 @@ from ddp_lab.analysis.traces.gloo_operators import (
     sends_scatter,
     sizes_of_spans,
     span_elements,
+    tensor_sizes,
 )
 from ddp_lab.analysis.traces.groups import EVERYBODY, call_at, calls_by_thread, marked_groups, ranks_of
 
@@ -81,8 +82,9 @@ def only_group(info: dict[str, Any]) -> str:
     return EVERYBODY if len(distinct) <= 1 else ""
 
 
-def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBODY) -> pd.DataFrame:
-    """The columns of `COLUMNS`; a row for each `c10d::` call, or for all that are one collective (`composed`).
+def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBODY) -> tuple[pd.DataFrame, list[str]]:
+    """The columns of `COLUMNS`; a row for each `c10d::` call, or for all that are one collective (`composed`). And a
+    sentence if a span is missing from between others.
 
     A call belongs to the first span of its name and size that began after it and that no earlier call has taken. The
     size is needed because two Gloo threads may start their work in either order. A span of a scatter from which this
@@ -118,7 +120,26 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
             )
             whole[1].append(dict(zip(COLUMNS, row, strict=True)))
     rows = [row for event, parts in wholes.values() for row in composed.one_of(event, parts)]
-    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES)
+    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES), _lost(calls, groups, spans)
+
+
+def _lost(calls: list[Any], groups: list[str], spans: list[list[Any]]) -> list[str]:
+    """A call that has no span, while one like it that was issued before has a span that began after this call: the
+    earlier call's own span was not recorded, and each since then has the next one's. A call that was under way when the
+    trace ended has none either, but no such sign."""
+    kinds = [
+        (str(call.name), name, str(tensor_sizes(call.args, OPERATORS[str(call.name)].position)))
+        for call, name in zip(calls, groups, strict=True)
+    ]
+    latest: dict[Any, float] = {}
+    lost = 0
+    for call, kind, taken in zip(calls, kinds, spans, strict=True):
+        if taken:
+            latest[kind] = max(span.start for span in taken)
+        else:
+            lost += latest.get(kind, call.start) > call.start
+    said = f"collectives that Gloo ran are not in it ({lost}), so others like them have the times of later ones"
+    return [said] if lost else []
 
 
 def _spans(events: pd.DataFrame, calls: list[Any], groups: list[str], sizes: dict[str, int]) -> list[list[Any]]:

@@ -121,7 +121,8 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     if unseen := int(((trace.unseen >= begin) & (trace.unseen <= end)).sum()):
         notes.append(f"kernels that were launched are not in it ({unseen}), so busy time lacks theirs")
     running = (kernels["start"] < last) & (kernels["end"] > begin)
-    collectives = gloo_collectives(events, world_size or 0, only_group(info))
+    collectives, said = gloo_collectives(events, world_size or 0, only_group(info))
+    notes += said
     if kind == "cuda":
         on_streams = device_collectives(events[on_device], events, info, world_size or 0)
         collectives = pd.concat([collectives, on_streams], ignore_index=True)

@@ -62,7 +62,7 @@ def issued(paced: bool) -> tuple[list[tuple[str, str, float]], str]:
             works.clear()
         trace = read_trace(path)
         unmarked = only_group(trace.info)
-        seen = gloo_collectives(trace.events, 4, unmarked)
+        seen = gloo_collectives(trace.events, 4, unmarked)[0]
     assert (seen["end"] >= seen["start"]).all() and (seen["start"] >= seen["issued"]).all()
     return list(zip(seen["group"], seen["kind"], seen["bytes"], strict=True)), unmarked
 

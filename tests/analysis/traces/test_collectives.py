@@ -26,7 +26,7 @@ def profiled(body: Callable[[int, int], None]) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        seen = gloo_collectives(read_trace(path).events, size)
+        seen = gloo_collectives(read_trace(path).events, size)[0]
     assert (seen["end"] >= seen["start"]).all() and (seen["start"] >= seen["issued"]).all()
     return list(zip(seen["kind"], seen["bytes"], strict=True))
 
@@ -130,5 +130,5 @@ def test_a_span_from_before_the_window_goes_to_no_later_call() -> None:
         event("cpu_op", "c10d::_allgather_base_", 20, 1, **{"Input Dims": [[10], [5], [], [], []]}),
         event("user_annotation", "gloo:all_gather", 22, 4, 2, **shape),
     ]
-    seen = gloo_collectives(parsed(*events).events, world_size=2)
+    seen = gloo_collectives(parsed(*events).events, world_size=2)[0]
     assert seen[["start", "end", "bytes"]].to_numpy().tolist() == [[22, 26, 40]]
