@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -166,6 +167,20 @@ def first_line(runs: Runs, choices: int, passes: int) -> str:
     return f"{times}, workload {config.workload}{about}, links: {links}"
 
 
+def load_line(ranks: int, load: float, cores: int) -> str:
+    """What to say of a machine on which other programs leave too few cores for the ranks; mostly nothing.
+
+    Args:
+        load: Threads that ran or could run, on average of the last minute.
+    """
+    if load < cores / 2 or load + ranks <= cores:
+        return ""
+    return (
+        f"warning: this machine is busy: {load:.1f} threads for {cores} cores in the last minute, and {ranks} ranks "
+        "come; where times differ between passes, verdicts will be withheld"
+    )
+
+
 def counted(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("es" if thing.endswith("s") else "s") * (number != 1)
 
@@ -191,6 +206,8 @@ def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
     started, family = time.monotonic(), runs.family
     refusals = dict.fromkeys(runs.labels(), "")
     print(first_line(runs, len(refusals), passes), flush=True)
+    if not runs.on_gpu and (said := load_line(runs.ranks, os.getloadavg()[0], os.cpu_count() or 1)):
+        print(said, flush=True)
     state.write()
     with long_phases_said(family.sweep):
         from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds

@@ -171,6 +171,20 @@ def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
     assert [choice for choice, arguments in sweep.asked.items() if "--resume" in arguments] == [CHOICES[1]]
 
 
+@each_row(
+    ("ranks", "load", "cores", "is_said"),
+    [(2, 3.2, 2, True), (2, 0.4, 2, False), (2, 10, 64, False), (8, 40, 64, False), (32, 40, 64, True)],
+)
+def test_a_busy_machine_is_said_when_a_sweep_starts(ranks: int, load: float, cores: int, is_said: bool) -> None:
+    said = script.load_line(ranks, load, cores)
+    assert said.startswith("warning: this machine is busy: ") == bool(said) == is_said and "\n" not in said
+
+
+def test_a_sweep_asks_for_the_load(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0, 0))
+    assert "\nwarning: this machine is busy: 1000.0 threads" in sweep.run("--passes", "1").stdout
+
+
 @pytest.mark.parametrize(
     ("gpus", "flags", "link", "said"),
     [

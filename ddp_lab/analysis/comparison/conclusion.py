@@ -167,9 +167,10 @@ def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> str:
     if best is None or best["choice"] in names:
         return f"{needs}."
     standing = to_fastest[names[0]]
+    quickest = names[0] if len(names) == 1 else f"{names[0]}, the fastest of these,"
     cost = {
-        SLOWER: f"; {names[0]} takes {standing.estimate.value:.2f} times as long",
-        ALIKE: f"; the step time of {names[0]} cannot be told apart from it",
+        SLOWER: f"; {quickest} takes {standing.estimate.value:.2f} times as long",
+        ALIKE: f"; the step time of {quickest} cannot be told apart from it",
     }
     less = 100 * (1 - least / best["peak_bytes"])
     share = f"{less:.0f} % less than {best['choice']}" if less >= 1 else f"under 1 % less than {best['choice']}"

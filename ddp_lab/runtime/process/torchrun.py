@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_lab.runtime.process.environment import quiet_libraries, sees_gpu
-from ddp_lab.runtime.watch.phases import long_phases_said, record_phases_in
+from ddp_lab.runtime.watch.phases import during, long_phases_said, record_phases_in
 
 QUIET = quiet_libraries() | {
     "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
@@ -40,7 +40,7 @@ def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
         flags: Of the command line.
     """
     forks = not sees_gpu()
-    with long_phases_said(label):
+    with long_phases_said(label), during("starting the ranks"):  # which say what they import
         from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -153,6 +153,26 @@ def test_a_disturbed_pass_withholds_every_claim(tmp_path: Path) -> None:
     assert pd.read_csv(tmp_path / "compare.csv")["withheld"].str.contains("--passes 4").all()
 
 
+def test_an_unknown_verdict_has_its_reason() -> None:
+    short = {"ref": timed("ref", 0.2, steps=4), "b": timed("b", 0.1, steps=4), "c": timed("c", 0.1)}
+    (said,) = Compared(short, {}, "ref", [], []).unknown
+    assert said == (
+        "Verdicts on b and c are unknown: 3 pairs of steps with ref were timed; to tell a difference from chance "
+        f"takes {fewest_pairs(2)} (--max-steps)."
+    )
+    alone = Compared({"b": timed("b", 0.1)}, {}, "ref", [], []).unknown
+    assert alone == ["Verdicts are unknown: there is no run of ref, the reference."]
+    disturbed = {"ref": in_passes("ref", 0.5, 0.5), "b": in_passes("b", 0.09, 0.45)}
+    assert Compared(disturbed, {}, "ref", [], []).unknown == [], "`withheld` says why"
+    assert Compared({"ref": timed("ref", 0.2), "b": timed("b", 0.1)}, {}, "ref", [], []).unknown == []
+
+
+def test_the_least_memory_of_equals_names_the_fastest_of_them() -> None:
+    records = {"ref": timed("ref", 0.1), "a": timed("a", 0.3), "b": timed("b", 0.2)}
+    text = words(records, ref=20, a=10, b=10)
+    assert text.endswith("10.0 MiB (b, a), 50 % less than ref; b, the fastest of these, takes 2.00 times as long.")
+
+
 # In words ------------------------------------------------------------------------------------------------------------
 
 FAST_PARTS = {"exposed_wait_ms": 10.0, "exposed_transfer_ms": 20.0, "compute_ms": 60.0, "idle_ms": 10.0}

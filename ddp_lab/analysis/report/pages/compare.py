@@ -9,14 +9,14 @@ from typing import Any
 import pandas as pd
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, Column, kinds_run
-from ddp_lab.analysis.comparison.compare import RATIOS, comparison, standings
+from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, comparison, standings
 from ddp_lab.analysis.comparison.conclusion import Verdict, fastest, leanest, verdict
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Difference, affected, by_class, class_of
 from ddp_lab.analysis.comparison.steady import COMPUTE, MOST, STEP, Steady, steady, work_of
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.files import write_csv
-from ddp_lab.analysis.metrics.significance import FEWEST_PAIRS
+from ddp_lab.analysis.metrics.significance import FEWEST_PAIRS, fewest_pairs
 from ddp_lab.analysis.metrics.utilization import peak_of
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_by_choice_figure
 from ddp_lab.analysis.report.figures.memory import memory_figure
@@ -91,6 +91,21 @@ class Compared:
     def withheld(self) -> list[str]:
         """Sentences on why verdicts are withheld."""
         return [f"Verdicts are withheld: {each.withheld}." for each in self.steadiness if each.withheld]
+
+    @property
+    def unknown(self) -> list[str]:
+        """A sentence on why some verdicts are unknown; empty if none is, or if that is said by `withheld`."""
+        open_ones = self.table[(self.table["verdict"] == UNKNOWN) & self.table["withheld"].isna()]
+        if not len(open_ones):
+            return []
+        if open_ones["pairs"].isna().any():
+            return [f"Verdicts are unknown: there is no run of {self.reference}, the reference."]
+        who, pairs = listed(list(open_ones["choice"])), open_ones["pairs"].min()
+        needed = fewest_pairs(int(self.table["pairs"].notna().sum()))
+        return [
+            f"Verdicts on {who} are unknown: {pairs:.0f} pairs of steps with {self.reference} were timed; to tell a "
+            f"difference from chance takes {needed} (--max-steps)."
+        ]
 
     @property
     def groups(self) -> list[dict[str, dict[str, Any]]]:
