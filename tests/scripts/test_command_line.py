@@ -163,6 +163,12 @@ def test_train_starts_its_ranks_and_a_script_reports(tmp_path: Path, capsys: pyt
     record = json.loads(path.read_text())
     assert record["scheduling"] == (scheduling() if any(map(os.path.exists, OF_GPUS)) else "batch")
     assert record["settling_steps"] == 0 and record["world_size"] == 2
+    assert trained.stdout.splitlines()[-2:] == [
+        f"bucket_ddp_async: {name}: {line}"
+        for name, line in zip(("verdict", "try next"), record["verdict"], strict=True)
+    ]
+    late = [row["late_s"] for row in record["throughput"]]
+    assert None not in late and max(late) > 0, "the recorder that watches the run says who comes last"
     repeated = parse_config("", ddp.REGISTRY, arguments=["--config", str(path).replace(".run.json", ".config.toml")])
     assert repeated.as_dict() == record["config"]
     trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")
