@@ -45,6 +45,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "parity":
+        return importlib.import_module("ddp_lab.parity")
     if name not in _HOMES:
         raise AttributeError(f"module 'ddp_lab' has no attribute '{name}'; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOMES[name]), name)

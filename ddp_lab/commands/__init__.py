@@ -30,6 +30,12 @@ COMMANDS = {
     ),
     "report": Command(READ, "commands.report", "turn a run's traces into a page and a table", "profile/zero3"),
     "compare": Command(READ, "commands.compare", "compare all choices, or two runs of one", "sharding"),
+    "parity": Command(
+        LOOK,
+        "parity.command",
+        "the first quantity in which a strategy, or your own loop, differs from one process",
+        "--choice zero3 --ranks 2",
+    ),
     "plan": Command(
         LOOK,
         "planner.command",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 
+from ddp_lab.parity.asked import record_if_asked
 from ddp_lab.runtime.build import (
     OPTIMIZER,
     Parallelize,
@@ -137,6 +138,7 @@ def train_and_record(
     # Strategy
     strategy = build_strategy(config, workload, ranks, strategy_class, model_parallel=model_parallel)
     strategy.wants_to_stop = so_far.stop_request
+    record_if_asked(strategy)
     so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload, flops))
     seed_everything(config.seed, ranks.drawing_rank)  # but dropout of its own
 

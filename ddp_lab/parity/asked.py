@@ -1,0 +1,57 @@
+"""How `ddp-lab parity` asks the runs that it starts to record themselves: by an environment variable."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ddp_lab.strategy.interface import Strategy
+
+VARIABLE = "DDP_LAB_PARITY"
+DROPOUT = ("p", "dropout", "dropout_p", "attention_dropout", "attn_dropout", "dropout_prob")
+"""Attributes of modules that drop something, by PyTorch and transformers."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Attributes:
+    mesh: Degrees by dimension.
+    """
+
+    folder: str
+    steps: int
+    another_rounding: bool = False
+    mesh: dict[str, int] = {}
+
+
+@contextmanager
+def asking(asked: Asked) -> Iterator[None]:
+    """Ranks that start within this context record themselves."""
+    os.environ[VARIABLE] = msgspec.json.encode(asked).decode()
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+
+
+def record_if_asked(strategy: "Strategy") -> None:
+    """Record the next steps without dropout, which no two runs would draw alike."""
+    if VARIABLE not in os.environ:
+        return
+    from ddp_lab.parity.recorder import watch
+
+    asked = msgspec.json.decode(os.environ[VARIABLE], type=Asked)
+    without_dropout(strategy.module)
+    watch(strategy, asked.folder, asked.steps, asked.another_rounding).known["mesh"] = asked.mesh
+
+
+def without_dropout(module: "nn.Module") -> None:
+    for one in module.modules():
+        for name in DROPOUT:
+            is_of_dropout = name != "p" or "Dropout" in type(one).__name__
+            if is_of_dropout and isinstance(getattr(one, name, None), float):
+                setattr(one, name, 0.0)

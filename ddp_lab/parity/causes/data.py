@@ -1,0 +1,75 @@
+"""Other samples, or other weights to begin with."""
+
+from itertools import combinations
+from typing import Any
+
+from ddp_lab.parity.causes.cause import Cause, listed, some_ranks
+from ddp_lab.parity.comparison import Comparison, Quantity
+
+
+def other_data(made: Comparison, step: int) -> Cause | None:
+    """Which samples each run sees in a step, in any order."""
+    of_a, of_b = _samples(made.a.facts[step]), _samples(made.b.facts[step])
+    a, b = (sorted({key for keys in ranks for key in keys}) for ranks in (of_a, of_b))
+    if not a or not b or a == b:
+        return None
+    missing, new = set(a) - set(b), set(b) - set(a)
+    where = f"step {step}: {len(missing)} of {len(a)} samples of run A are missing in run B"
+    shared = [(len(set(of_b[i]) & set(of_b[j])), i, j) for i, j in combinations(range(len(of_b)), 2)]
+    count, i, j = max(shared, default=(0, 0, 0))
+    if count and set(of_b[i]) == set(of_b[j]):
+        return Cause(
+            f"data: rank {i} and rank {j} train on the same samples; {where}",
+            "the sampler's rank: without a DistributedSampler, or with a wrong rank, ranks read the same part of the "
+            "data. Give it the data-parallel rank and size (trap 17).",
+        )
+    if count and set(a) & set(b):
+        return Cause(
+            f"data: rank {i} and rank {j} share {count} samples; {where}",
+            "the sampler: each rank shuffles with a seed of its own, so that parts overlap and samples are left out. "
+            "Use one seed, and set_epoch(epoch) on every rank (trap 6).",
+        )
+    if not new:
+        return Cause(f"data: {where}", "samples are dropped: drop_last, or a batch that the ranks do not divide.")
+    seen = {key for facts in made.a.facts.values() for keys in _samples(facts) for key in keys}
+    if new <= seen:
+        return Cause(
+            f"data: run B takes samples of other steps; {where}",
+            "another order: another seed of the shuffle, no set_epoch, or another global batch size.",
+        )
+    return Cause(
+        f"data: run B sees {len(new)} samples that run A does not; {where}",
+        "other data or another seed of the shuffle; or samples are made ready in another way.",
+    )
+
+
+def _samples(of_ranks: list[dict[str, Any]]) -> list[list[int]]:
+    return [[key for keys in facts["keys"] for key in keys] for facts in of_ranks]
+
+
+def untied(made: Comparison, first: Quantity) -> Cause | None:
+    for tied in made.a.first["ties"]:
+        if tied not in made.b.first["ties"] and first.name in tied:
+            return Cause(
+                f"{' and '.join(tied)} are one parameter in run A, and two in run B",
+                "a wrapper or a copy has untied them: tie them after the model is moved or loaded, and wrap both in "
+                "one unit (trap 7).",
+            )
+    return None
+
+
+def other_start(made: Comparison, first: Quantity) -> Cause | None:
+    if ranks := some_ranks(made, first):
+        which = f"the weights of rank {listed(ranks)} differ"
+    elif first.spread > first.limit:
+        which = "the weights of the ranks are not the same"
+    else:
+        return Cause(
+            "the runs start from other weights",
+            "another seed, checkpoint or initialization; or a wrapper that initializes anew (after meta).",
+        )
+    return Cause(
+        f"{which} at the start",
+        "nobody has sent rank 0's weights to all: seed every rank alike, or broadcast (trap 12). DDP does so when it "
+        "is built; what changes after that stays different.",
+    )

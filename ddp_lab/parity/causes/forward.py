@@ -1,0 +1,102 @@
+"""An output, or the gradient of one, that differs."""
+
+from ddp_lab.parity.causes.cause import Cause, Rule, factor_name, listed, of_module, some_ranks
+from ddp_lab.parity.comparison import Comparison, Quantity
+from ddp_lab.parity.store import BUFFER, OUTPUT
+
+
+def other_mode(made: Comparison, first: Quantity) -> Cause | None:
+    name = of_module(first)
+    in_a, in_b = (any(name in facts["in_training"] for facts in run.facts[first.step]) for run in (made.a, made.b))
+    if in_a == in_b:
+        return None
+    return Cause(
+        f"{name or 'the model'} is in training mode in run {'A' if in_a else 'B'} alone",
+        "model.train() is missing, or an evaluation in between has left model.eval() behind.",
+    )
+
+
+def dropout(made: Comparison, first: Quantity) -> Cause | None:
+    name = of_module(first)
+    masks = [facts["masks"].get(name) for facts in made.b.facts[first.step]]
+    if not any(masks):
+        return None
+    if len(masks) > 1 and all(mask == masks[0] for mask in masks):
+        return Cause(
+            f"{name}: every rank draws the same dropout",
+            "seeds are equal on all ranks, and so are the masks of their samples: seed with the rank after the model "
+            "is built (trap 13).",
+        )
+    return Cause(
+        f"{name} draws other masks in run B",
+        "that is as it should be: other ranks have other seeds. To compare what follows, set dropout to 0 in both "
+        "runs.",
+    )
+
+
+def batch_statistics(made: Comparison, first: Quantity) -> Cause | None:
+    kinds = [run.first["kinds"].get(of_module(first), "") for run in (made.a, made.b)]
+    if "BatchNorm" not in kinds[0] or "Sync" in kinds[1]:
+        return None
+    return Cause(
+        f"{first.name} ({kinds[0]}) normalizes over the samples of a micro-batch",
+        "smaller micro-batches and other ranks give other statistics. SyncBatchNorm takes those of all ranks; "
+        "LayerNorm and GroupNorm need none (trap 11).",
+    )
+
+
+def other_precision(made: Comparison, first: Quantity) -> Cause | None:
+    for one in made.of(first.step, OUTPUT):
+        a, b = one.dtypes
+        if a != b:
+            return Cause(
+                f"{one.name or 'the model'} answers in {a} in run A, and in {b} in run B",
+                "autocast, a mixed-precision policy or param_dtype of one run alone. Compare in one precision (trap "
+                "20).",
+            )
+    return None
+
+
+def other_buffers(made: Comparison, first: Quantity) -> Cause | None:
+    """What ranks have in their buffers when a forward pass begins."""
+    ranks = some_ranks(made, first)
+    apart = [name for name, spread in made.buffers.get(first.step - 1, {}).items() if spread > first.limit]
+    if not ranks or not apart:
+        return None
+    return Cause(
+        f"buffer {apart[0]} is not the same on all ranks, and the output of {first.name} differs on rank "
+        f"{listed(ranks)}",
+        "buffers are not sent from rank 0 before forward: broadcast_buffers=False, or a loop that calls the bare "
+        "module (trap 11).",
+    )
+
+
+def by_place(made: Comparison, first: Quantity) -> Cause | None:
+    """Which ranks are different, and by which factor."""
+    where = f"the {first.kind} of {first.name or 'the model'}"
+    factor = first.one_factor
+    if factor is not None and (named := factor_name(made, factor)):
+        return Cause(
+            f"{where} is x {factor:.4g}: {named}",
+            "a sum over ranks that all hold the whole, or one that is missing: what is cut over ranks is summed "
+            "once, and a bias is added once.",
+        )
+    if ranks := some_ranks(made, first):
+        return Cause(
+            f"{where} differs on rank {listed(ranks)} alone",
+            "this module's weights or inputs there are not those of the others: another branch, a mask, or positions "
+            "that begin at 0 on each rank.",
+        )
+    return None
+
+
+RULES: list[Rule] = [other_mode, dropout, batch_statistics, other_buffers, by_place]
+OF_GRADIENTS: list[Rule] = [other_mode, by_place]
+
+
+def buffer(made: Comparison, first: Quantity) -> Cause | None:
+    assert first.kind == BUFFER
+    return Cause(
+        f"buffer {first.name} of rank 0 differs",
+        "it is made of the samples of a rank or a micro-batch, as running statistics are (trap 11).",
+    )

@@ -1,0 +1,179 @@
+"""Gradients, as the optimizer reads them."""
+
+import numpy as np
+
+from ddp_lab.parity.causes.cause import NEAR, Cause, Rule, and_others, factor_name, times
+from ddp_lab.parity.causes.data import untied
+from ddp_lab.parity.comparison import Comparison, Quantity
+from ddp_lab.parity.lookback import counted_micro_batches, is_of_step_before, is_sum_with_step_before
+from ddp_lab.parity.store import GRADIENT
+
+
+def missing(made: Comparison, step: int) -> Cause | None:
+    in_a, in_b = made.only.get(step, ([], []))
+    names, which, other = (in_a, "B", "A") if in_a else (in_b, "A", "B")
+    if not names:
+        return None
+    if set(names) & set(made.a.first["frozen"]) ^ set(made.b.first["frozen"]):
+        why = "it is frozen in one run (trap 8)."
+    else:
+        why = "it is not used there, or its gradient never arrives: a branch of one rank, an unused parameter (trap 2)."
+    return Cause(f"{names[0]}{and_others(names)} has no gradient in run {which}, and one in run {other}", why)
+
+
+def hooks(made: Comparison, first: Quantity) -> Cause | None:
+    differing = {one.name for one in made.of(first.step, GRADIENT) if one.differs}
+    if not differing <= set(made.a.first["hooked"]):
+        return None
+    return Cause(
+        f"{first.name} has a gradient hook, and gradients without one agree",
+        "the wrapper does not call the hook (FSDP2 never does), or calls it on another part or at another time. Change "
+        "gradients between the last backward and step().",
+    )
+
+
+def not_reduced(made: Comparison, first: Quantity) -> Cause | None:
+    """Replicas whose gradients are not the same."""
+    if first.spread <= first.limit:
+        return None
+    norms = [facts["norms"] for facts in made.b.facts[first.step]]
+    if all(norms) and np.ptp([of_rank[0] for of_rank in norms]) > NEAR * norms[0][0]:
+        return Cause(
+            "each rank clips by a norm of its own",
+            "gradients are clipped before they are reduced, or by the norm of a shard: clip after the last backward, "
+            "by the norm of the whole model (trap 9).",
+        )
+    gradients = made.of(first.step, GRADIENT)
+    apart = [one for one in gradients if one.spread > one.limit]
+    if len(apart) < len(gradients):
+        return Cause(
+            f"the gradient of {first.name} is not the same on all ranks ({len(apart)} of {len(gradients)} are not)",
+            "it is not reduced: it was made after the wrapper was, is used outside of its forward, or is ignored by "
+            "it.",
+        )
+    return Cause(
+        "gradients are not the same on all ranks: nobody has reduced them over all ranks",
+        "the last micro-batch ran within no_sync(), the loop calls the bare module instead of the wrapper, or the "
+        "reduction is over a group of some ranks (trap 3).",
+    )
+
+
+def clipped_alone(made: Comparison, first: Quantity) -> Cause | None:
+    """Ranks agree after all, but what they averaged had been clipped by each."""
+    norms = [facts["norms"] for facts in made.b.facts[first.step]]
+    if len(norms) < 2 or not all(norms) or np.ptp([of_rank[0] for of_rank in norms]) <= NEAR * norms[0][0]:
+        return None
+    return Cause(
+        "each rank clips by a norm of its own",
+        "gradients are clipped before they are reduced: clip after the last backward, by the norm of the whole model "
+        "(trap 9).",
+    )
+
+
+def not_dropped(made: Comparison, first: Quantity) -> Cause | None:
+    if not first.step or not is_sum_with_step_before(made, first):
+        return None
+    return Cause(
+        f"gradients of step {first.step} are added to those of step {first.step - 1}",
+        "zero_grad() is missing, or drops the gradients of other tensors than the optimizer's (trap 18).",
+    )
+
+
+def late(made: Comparison, first: Quantity) -> Cause | None:
+    if not first.step or not is_of_step_before(made, first):
+        return None
+    return Cause(
+        f"the {first.kind} of {first.name} in step {first.step} is that of step {first.step - 1}: one step late",
+        "the optimizer runs before the reduction is done, or reads a copy of the gradients: wait before step().",
+    )
+
+
+def uneven_means(made: Comparison, first: Quantity) -> Cause | None:
+    """The losses of ranks or micro-batches count alike, though they are means over different numbers."""
+    scales = made.scales.get(first.step, {})
+    values = np.abs(list(scales.values()))
+    if len(values) < 2 or np.ptp(values) <= NEAR * values.max():
+        return None
+    shown = ", ".join(f"x {scale:.4g} on rank {rank}" for (rank, _), scale in list(scales.items())[:4])
+    return Cause(
+        f"a sample weighs otherwise from micro-batch to micro-batch ({shown}, beside run A)",
+        "a mean of means: each micro-batch divides by its own number of tokens or samples. Divide by the number in the "
+        "whole global batch (strategy.loss_weights; traps 4 and 5).",
+    )
+
+
+def part_of_batch(made: Comparison, first: Quantity) -> Cause | None:
+    counted = counted_micro_batches(made, first.step)
+    if counted is None:
+        return None
+    return Cause(
+        f"gradients are those of {counted} alone",
+        "zero_grad() between the micro-batches of a step, or a micro-batch that is left out of the sum.",
+    )
+
+
+def clipping(made: Comparison, first: Quantity) -> Cause | None:
+    """One run clips and the other does not."""
+    a, b = (bool(run.facts[first.step][0]["norms"]) for run in (made.a, made.b))
+    if a == b:
+        return None
+    return Cause(f"run {'A' if a else 'B'} alone clips its gradients", "clip in both runs, by the same norm (trap 9).")
+
+
+def by_factor(made: Comparison, first: Quantity) -> Cause | None:
+    """All gradients, or some, are another's multiple."""
+    factor = first.one_factor
+    if factor is None:
+        return None
+    gradients = [one for one in made.of(first.step, GRADIENT) if one.norm]
+    alike = [one for one in gradients if one.one_factor is not None and abs(one.one_factor / factor - 1) < NEAR]
+    if len(alike) > 0.9 * len(gradients):
+        return Cause(f"all gradients are {times(made, factor)}", _why(factor_name(made, factor)))
+    return Cause(
+        f"the gradient of {first.name}{and_others([one.name for one in alike])} is {times(made, factor)}",
+        "these alone are reduced once too often or too seldom: experts, parts of tensor parallelism, replicas of a "
+        "norm or a bias, or a parameter that is used twice.",
+    )
+
+
+def _why(named: str) -> str:
+    reasons = {
+        "a loss scale": "gradients still have the loss scale: scaler.unscale_(optimizer) before they are clipped or "
+        "read",
+        "1 / ranks x micro-batches": "divided by ranks and micro-batches where the reduction averages already",
+        "1 / ranks": "averaged twice: the loss or the gradient is divided by the ranks, and the reduction averages, "
+        "too (DDP's and FSDP's do)",
+        "1 / micro-batches": "divided by the micro-batches twice: by the loop, and by an engine or a trainer (trap 4)",
+        "ranks": "summed over ranks where the mean is wanted: a sum on top of DDP's average, or means of ranks under "
+        "a sum",
+        "ranks x micro-batches": "summed over ranks and micro-batches where the mean is wanted",
+        "micro-batches": "the loss is not divided by the number of micro-batches (trap 4)",
+    }
+    found = [reasons[name] for name in named.split(" or ") if name in reasons]
+    return f"{'; or '.join(found) or 'a scale of the loss or of the reduction that one run alone has'}."
+
+
+RULES: list[Rule] = [
+    untied,
+    hooks,
+    not_reduced,
+    clipped_alone,
+    not_dropped,
+    late,
+    uneven_means,
+    part_of_batch,
+    clipping,
+    by_factor,
+]
+
+
+def other_norms(made: Comparison, step: int) -> Cause | None:
+    """Nothing differs but what clipping would read."""
+    a, b = (run.facts[step][0]["norms"] for run in (made.a, made.b))
+    if not a or not b or abs(b[0] / a[0] - 1) <= NEAR:
+        return None
+    return Cause(
+        f"step {step}: the norm by which run B clips is {b[0]:.6g}, and run A's is {a[0]:.6g} "
+        f"({times(made, b[0] / a[0])})",
+        "the norm counts replicas, misses shards, or is read before the reduction or the unscaling (trap 9).",
+    )

@@ -1,0 +1,90 @@
+"""Which samples a forward pass is of, so that runs that cut a batch differently can be compared sample by sample."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ddp_lab.parity import sketch, store
+
+NOT_CONTENT = ("attention_mask", "position_ids", "cache_position")
+IGNORED = -100
+"""Labels of filling, by convention of PyTorch."""
+
+
+class MicroBatches:
+    """Attributes:
+    number: Of the current micro-batch in the step, from 0; -1 outside of them.
+    keys: For each micro-batch of the step, a number for each of its samples, by content.
+    """
+
+    def __init__(self, in_pipeline: bool) -> None:
+        self._in_pipeline = in_pipeline
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.number, self.keys = -1, list[list[int]]()
+        self._masks = list[Tensor | None]()
+        self._calls: dict[str, int] = {}
+        self._is_known = False
+
+    def know(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """All micro-batches of the step, ahead: a stage of a pipeline does not see them."""
+        if self._in_pipeline:
+            self._is_known = True
+            for batch in micro_batches:
+                self._add(batch)
+
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward pass begins."""
+        if self._in_pipeline:
+            return
+        self._calls.clear()
+        self.number += 1
+        self._add({str(number): one for number, one in enumerate(args)} | dict(kwargs))
+
+    def _add(self, batch: Mapping[str, Any]) -> None:
+        tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor) and one.dim()}
+        mask = tensors.get("attention_mask")
+        count = len(next(iter(tensors.values()))) if tensors else 0
+        content = []
+        for name, tensor in tensors.items():
+            if name in NOT_CONTENT or len(tensor) != count:
+                continue
+            if mask is not None and mask.shape == tensor.shape:
+                tensor = tensor * (mask != 0)
+            content.append(tensor.masked_fill(tensor == IGNORED, 0) if not tensor.is_floating_point() else tensor)
+        self.keys.append(sketch.fingerprints(content).tolist() if content else [])
+        is_padded = mask is not None and mask.dim() == 2 and not mask.bool().all()
+        self._masks.append(mask.bool() if is_padded else None)  # type: ignore[union-attr]
+
+    def call(self, name: str) -> int:
+        """How often the module has been called before in this micro-batch. In a pipeline it is called once in each, and
+        this decides which one it is of."""
+        before = self._calls.get(name, 0)
+        self._calls[name] = before + 1
+        if not self._in_pipeline:
+            return before
+        self.number = before
+        return 0
+
+    def mask(self, number: int) -> Tensor | None:
+        return self._masks[number] if 0 <= number < len(self._masks) else None
+
+
+def rows_of(tensor: Tensor, batches: MicroBatches, number: int) -> tuple[Tensor, list[int]]:
+    """An output as rows, one for each sample, and their keys. One row if it is not of samples.
+
+    Samples are along dimension 0, or 1 if that does not fit; tokens of all samples may be in one dimension.
+    """
+    keys = batches.keys[number] if 0 <= number < len(batches.keys) else []
+    count, mask = len(keys), batches.mask(number)
+    if count and tensor.numel():
+        if tensor.shape[0] == count or (tensor.dim() > 1 and tensor.shape[1] == count):
+            rows = tensor if tensor.shape[0] == count else tensor.transpose(0, 1)
+            if mask is not None and rows.dim() > 1 and rows.shape[1] == mask.shape[1]:
+                rows = rows * mask.view(*mask.shape, *[1] * (rows.dim() - 2)).to(rows.dtype)
+            return rows.reshape(count, -1), keys
+        if tensor.shape[0] % count == 0:
+            return tensor.reshape(count, -1), keys
+    return tensor.reshape(1, -1), [store.WHOLE]

@@ -1,0 +1,268 @@
+"""Records what a training loop computes, step by step, for `ddp-lab parity`. Works in any loop, with any wrapper."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ddp_lab.parity import sketch, store, subject
+from ddp_lab.parity.micro_batches import MicroBatches, rows_of
+from ddp_lab.strategy.interface import Strategy
+
+
+def watch(
+    strategy_or_module: "Strategy | nn.Module", folder: str | Path, steps: int = 3, another_rounding: bool = False
+) -> "Recorder":
+    """Record the next optimizer steps of a loop. On every rank, before the first step; then train as ever.
+
+    Args:
+        strategy_or_module: A strategy of this project, or a module as the loop calls it: wrapped by DDP, FSDP2 or
+            DeepSpeed, or by nothing.
+        folder: Where the records go. One for each run. `ddp-lab parity RUN_A RUN_B` compares two.
+        steps: How many steps are recorded. Then the loop goes on as if nothing had been.
+        another_rounding: Round the output of each module once more, at random. Such a run shows what rounding alone
+            does to each quantity: `ddp-lab parity RUN_A RUN_B --yardstick RUN_C`.
+
+    Returns:
+        The recorder, whose `close()` ends it earlier.
+    """
+    return Recorder(strategy_or_module, Path(folder), steps, another_rounding)
+
+
+class Recorder:
+    """What one rank records."""
+
+    def __init__(self, of: "Strategy | nn.Module", folder: Path, steps: int, another_rounding: bool) -> None:
+        self._of, self._folder, self._steps = of, folder, steps
+        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._module = subject.module_of(of)
+        self._step, self._order = 0, 0
+        self.known: dict[str, Any] = {}  # more facts of the run
+        self._undo: list[Callable[[], None]] = []
+        self._names = {id(p): subject.plain(name) for name, p in self._module.named_parameters()}
+        self._randomness = torch.Generator().manual_seed(17) if another_rounding else None
+        self._micro_batches = MicroBatches(isinstance(of, Strategy) and of.is_in_pipeline)
+        self._open()
+        for _, part in subject.state(of):
+            self._add_part(store.START, part)
+        self._hook_modules()
+        if isinstance(of, Strategy):
+            self._hook_strategy(of)
+        else:
+            self._hook_optimizers()
+        self._replace(torch.Tensor, "backward", self._around_backward)
+        self._replace(torch.nn.utils, "clip_grad_norm_", self._around_clipping)
+
+    def close(self) -> None:
+        """Stop recording, and leave nothing behind in the loop."""
+        while self._undo:
+            self._undo.pop()()
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._rows, self._order = store.Rows(), 0
+        self._facts: dict[str, Any] = {"losses": [], "norms": [], "masks": {}}
+        self._micro_batches.begin_step()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        for part in subject.gradients(self._of):
+            self._add_part(store.GRADIENT, part)
+        if optimizer is not None:
+            self._facts["optimizer"] = subject.settings(optimizer, lambda p: self._names.get(id(p)))
+        self._facts["loss_scale"] = (
+            self._of.verdict.loss_scale if isinstance(self._of, Strategy) and self._of.scaler else None
+        )
+
+    def _after_update(self) -> None:
+        for is_buffer, part in subject.state(self._of):
+            self._add_part(store.BUFFER if is_buffer else store.PARAMETER, part)
+        facts = (
+            self._facts
+            | self.known
+            | {
+                "ranks": self._ranks,
+                "keys": self._micro_batches.keys,
+                "in_training": sorted(subject.plain(n) for n, m in self._module.named_modules() if m.training),
+                "ties": subject.ties(self._module),
+                "hooked": subject.hooked(self._of),
+                "kinds": {subject.plain(name): type(m).__name__ for name, m in self._module.named_modules()},
+                "frozen": [subject.plain(n) for n, p in self._module.named_parameters() if not p.requires_grad],
+            }
+        )
+        facts["losses"] = [float(loss) for loss in facts["losses"]]
+        facts["norms"] = [float(norm) for norm in facts["norms"]]
+        facts["masks"] = {name: [int(one) for one in drawn] for name, drawn in facts["masks"].items()}
+        store.write(self._folder, self._rank, self._step, self._rows, facts)
+        self._step += 1
+        self._open()
+        if self._step == self._steps:
+            self.close()
+
+    def _add_part(self, kind: str, of: subject.Part) -> None:
+        name, part, shape, numbers = of
+        self._add(numbers[None], [store.WHOLE], kind, name, 0, prod(shape), "", part)
+
+    def _add(
+        self,
+        numbers: Tensor,
+        keys: list[int],
+        kind: str,
+        name: str,
+        call: int,
+        elements: int,
+        dtype: str,
+        part: int = -1,
+    ) -> None:
+        self._order += 1
+        here = {"kind": kind, "name": name, "call": call, "micro_batch": self._micro_batches.number, "part": part}
+        self._rows.add(numbers, keys, **here, order=self._order, elements=elements, dtype=dtype)
+
+    # Modules ----------------------------------------------------------------------------------------------------------
+
+    def _hook_modules(self) -> None:
+        root = self._module
+        self._undo.append(root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True).remove)
+        inside: set[nn.Module] = set()
+        for module in root.modules():
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                inside |= set(module.modules()) - {module}
+        for name, module in root.named_modules():
+            if module not in inside:
+                hook = torch.compiler.disable(self._forward_hook(subject.plain(name), module))
+                self._undo.append(module.register_forward_hook(hook, always_call=False).remove)
+
+    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._is_recording():
+            self._micro_batches.begin(args, kwargs)
+
+    def _is_recording(self) -> bool:
+        """In training, and not again in backward."""
+        return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+    def _forward_hook(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        is_leaf, is_dropout = not any(True for _ in module.children()), type(module).__name__.startswith("Dropout")
+
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not self._is_recording():
+                return None
+            if self._randomness is not None and is_leaf and isinstance(output, Tensor):
+                output = self._rounded(output)
+            call = self._micro_batches.call(name)
+            tensors = [one for one in tree_leaves(_values(output)) if isinstance(one, Tensor)]
+            number = self._micro_batches.number
+            for index, tensor in enumerate(tensors):
+                if tensor.is_floating_point() and tensor.dim():
+                    self._add_output(name if index == 0 else f"{name}#{index}", call, tensor, number)
+            if tensors and tensors[0].requires_grad and call == 0:
+                self._add_shares(name, module, tensors[0], number)
+            if is_dropout and tensors and args and module.training:
+                drawn = ((tensors[0] == 0) & (args[0] != 0)).flatten()[None].int()
+                self._facts["masks"].setdefault(name, []).append(sketch.fingerprints([drawn.T.reshape(1, -1)])[0])
+            return output if self._randomness is not None and is_leaf and isinstance(output, Tensor) else None
+
+        return hook
+
+    def _rounded(self, output: Tensor) -> Tensor:
+        if not output.is_floating_point() or not output.numel():
+            return output
+        noise = torch.randint(-1, 2, output.shape, generator=self._randomness, dtype=torch.int8)
+        return output * (1 + torch.finfo(output.dtype).eps * noise.to(output.device)).to(output.dtype)
+
+    def _add_output(self, name: str, call: int, tensor: Tensor, number: int) -> None:
+        self._add_tensor(store.OUTPUT, name, call, tensor.detach(), number)
+        if tensor.requires_grad:
+            tensor.register_hook(
+                lambda gradient: self._add_tensor(store.OUTPUT_GRADIENT, name, call, gradient.detach(), number)
+            )
+
+    def _add_shares(self, name: str, module: nn.Module, output: Tensor, number: int) -> None:
+        """What each sample adds to the gradient of a bias: the sum of its output's gradients."""
+        bias = getattr(module, "bias", None)
+        if not isinstance(bias, nn.Parameter) or not output.dim() or output.shape[-1] != bias.numel():
+            return
+
+        def add(gradient: Tensor) -> None:
+            rows, keys = rows_of(gradient.detach(), self._micro_batches, number)
+            shares = rows.double().view(len(rows), -1, bias.numel()).sum(1)
+            self._add(sketch.of_rows(shares), keys, store.SHARE, f"{name}.bias", 0, bias.numel(), "float64")
+
+        output.register_hook(add)
+
+    def _add_tensor(self, kind: str, name: str, call: int, tensor: Tensor, number: int) -> None:
+        local = subject.local(tensor)
+        rows, keys = rows_of(local, self._micro_batches, number)
+        now, self._micro_batches.number = self._micro_batches.number, number
+        self._add(sketch.of_rows(rows), keys, kind, name, call, rows.shape[1], str(local.dtype)[6:])
+        self._micro_batches.number = now
+
+    # The loop's own calls ---------------------------------------------------------------------------------------------
+
+    def _hook_strategy(self, strategy: Strategy) -> None:
+        forward_backward, step, clip = strategy.forward_backward, strategy.step, strategy.clip_grad_norm_
+
+        def watched_forward_backward(micro_batches: Any, *args: Any, **kwargs: Any) -> Tensor:
+            self._micro_batches.know(micro_batches)
+            loss = forward_backward(micro_batches, *args, **kwargs)
+            self._facts["loss"] = float(loss)
+            return loss
+
+        def watched_step(*args: Any, **kwargs: Any) -> None:
+            self._before_update(strategy.optimizer if isinstance(strategy.optimizer, torch.optim.Optimizer) else None)
+            step()
+            strategy.finish_communication()
+            self._after_update()
+
+        def watched_clip(max_norm: float) -> Tensor:
+            norm = clip(max_norm)
+            self._facts["norms"].append(norm.detach())
+            return norm
+
+        made = {"forward_backward": watched_forward_backward, "step": watched_step, "clip_grad_norm_": watched_clip}
+        for name, function in made.items():
+            setattr(strategy, name, function)
+            self._undo.append(lambda name=name: delattr(strategy, name))  # type: ignore[misc]
+
+    def _hook_optimizers(self) -> None:
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._before_update(optimizer)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._after_update()
+
+        self._undo += [
+            register_optimizer_step_pre_hook(before).remove,
+            register_optimizer_step_post_hook(after).remove,
+        ]
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        before = getattr(owner, name)
+        setattr(owner, name, wraps(before)(make(before)))
+        self._undo.append(lambda: setattr(owner, name, before))
+
+    def _around_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if loss.dim() == 0:
+                self._facts["losses"].append(loss.detach().clone())
+            return backward(loss, *args, **kwargs)
+
+        return watched
+
+    def _around_clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            norm = clip(*args, **kwargs)
+            self._facts["norms"].append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm.detach())
+            return norm
+
+        return watched
+
+
+def _values(output: Any) -> Any:
+    return list(output.values()) if isinstance(output, Mapping) else vars(output) if hasattr(output, "loss") else output

@@ -1,0 +1,128 @@
+"""A recorded run on disk: for each step and rank a table of quantities (Parquet), and facts (JSON)."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ddp_lab.parity.sketch import MOMENTS, SIZE
+from ddp_lab.runtime.errors import UserError
+
+WHOLE = 0
+"""Key of what is no sample's: a parameter, or an output that is the same for all."""
+START, OUTPUT, OUTPUT_GRADIENT, GRADIENT, PARAMETER, BUFFER = (
+    "start",
+    "output",
+    "output gradient",
+    "gradient",
+    "parameter",
+    "buffer",
+)
+SHARE = "share"
+"""Of a sample in the gradient of a bias."""
+FORMAT = 1
+
+
+@dataclass
+class Rows:
+    """Quantities of one rank in one step, as they come. Numbers stay on the device until the step is written."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    numbers: list[Any] = field(default_factory=list)
+
+    def add(self, numbers: Any, keys: Sequence[int], **same: Any) -> None:
+        """`numbers`: fp64 of shape (len(keys), `SIZE` + `MOMENTS`)."""
+        self.numbers.append(numbers)
+        for name, value in same.items():
+            self.columns.setdefault(name, []).extend([value] * len(keys))
+        self.columns.setdefault("key", []).extend(keys)
+
+    def frame(self) -> pd.DataFrame:
+        if not self.numbers:
+            return pd.DataFrame()
+        values = np.concatenate([numbers.cpu().numpy() for numbers in self.numbers])
+        return pd.DataFrame(self.columns | {"numbers": list(values)})
+
+
+def write(folder: Path, rank: int, step: int, rows: Rows, facts: dict[str, Any]) -> None:
+    """Write what a rank has recorded of a step: whole files or none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"step_{step:05d}.rank_{rank:05d}"
+    rows.frame().to_parquet(folder / f"{stem}.parquet.tmp")
+    (folder / f"{stem}.parquet.tmp").replace(folder / f"{stem}.parquet")
+    (folder / f"{stem}.json.tmp").write_text(json.dumps(facts | {"format": FORMAT}))
+    (folder / f"{stem}.json.tmp").replace(folder / f"{stem}.json")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run as it was recorded.
+
+    Attributes:
+        steps: Numbers of the steps, from 0.
+        facts: What each rank said of each step, by step and rank.
+    """
+
+    folder: Path
+    facts: dict[int, list[dict[str, Any]]]
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self.facts)
+
+    @cached_property
+    def first(self) -> dict[str, Any]:
+        """Facts of the first step on rank 0."""
+        facts: dict[str, Any] = self.facts[self.steps[0]][0]
+        return facts
+
+    @property
+    def ranks(self) -> int:
+        return len(self.facts[self.steps[0]])
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on each rank."""
+        return max(len(facts["keys"]) for facts in self.facts[self.steps[0]])
+
+    def table(self, step: int) -> pd.DataFrame:
+        """All quantities of a step, of all ranks, in the order in which rank 0 came to them."""
+        tables = [
+            pd.read_parquet(path).assign(rank=rank)
+            for rank, path in enumerate(sorted(self.folder.glob(f"step_{step:05d}.rank_*.parquet")))
+        ]
+        return pd.concat([table for table in tables if len(table)], ignore_index=True)
+
+
+def read(folder: Path) -> Recorded:
+    """Raises:
+    UserError: there is no recorded run, or it is not whole.
+    """
+    found = sorted(folder.glob("step_*.rank_*.json"))
+    if not found:
+        raise UserError(f"{folder}: no recorded run; ddp_lab.parity.watch(model, '{folder}') in a loop records one")
+    facts: dict[int, list[dict[str, Any]]] = {}
+    for path in found:
+        try:
+            known = json.loads(path.read_text())
+        except ValueError:
+            raise UserError(f"{path}: is damaged; record the run again") from None
+        if known.get("format") != FORMAT:
+            raise UserError(f"{path}: of another version of ddp-lab; record the run again")
+        facts.setdefault(int(path.name[5:10]), []).append(known)
+    wanted = facts[min(facts)][0]["ranks"]
+    for step, of_ranks in facts.items():
+        if len(of_ranks) != wanted:
+            raise UserError(f"{folder}: step {step} has files of {len(of_ranks)} of {wanted} ranks; record it again")
+    return Recorded(folder, facts)
+
+
+def numbers_of(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Sketches of shape (rows, `SIZE`) and moments of shape (rows, `MOMENTS`)."""
+    values = np.stack(table["numbers"].to_list()) if len(table) else np.zeros((0, SIZE + MOMENTS))
+    return values[:, :SIZE], values[:, SIZE:]

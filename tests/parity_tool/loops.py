@@ -1,0 +1,243 @@
+"""A training loop as people write it, right or with one of their faults. Runs inside ranks (`tests.ranks`)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ddp_lab.parity import watch
+
+SAMPLES, LENGTH, WORDS, WIDTH = 8, 6, 11, 16
+STEPS = 3
+
+
+class Net(nn.Module):
+    """A small language model with most of what goes wrong in it."""
+
+    def __init__(self, dropout: float = 0.0, tied: bool = True, counts: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.counts = counts
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.embed(words)
+        if self.counts and self.training:
+            hidden = hidden - self.mean
+            self.mean.lerp_(hidden.detach().mean((0, 1)), 0.5)
+        return self.head(self.norm(hidden + self.dropout(self.inner(hidden))))
+
+
+def data(step: int, padded: bool = False) -> tuple[Tensor, Tensor]:
+    """Words and labels of a global batch. `padded`: later samples are shorter, so that ranks have fewer labels."""
+    generator = torch.Generator().manual_seed(step)
+    words, labels = (torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=generator) for _ in range(2))
+    if padded:
+        for sample in range(SAMPLES):
+            labels[sample, LENGTH - sample * (LENGTH - 1) // (SAMPLES - 1) :] = -100
+    return words, labels
+
+
+def train(folder: Path, wrapper: str = "none", fault: str = "", micro_batches: int = 1, **how: Any) -> None:
+    """Train three steps, and record them."""
+    Loop(wrapper, fault, micro_batches, **how).run(folder)
+
+
+class Loop:
+    """One run. Attributes that start with `is_` or `with_` say what it has."""
+
+    def __init__(
+        self,
+        wrapper: str,
+        fault: str,
+        micro_batches: int,
+        optimizer: str = "adam",
+        dropout: float = 0.0,
+        counts: bool = False,
+        padded: bool = False,
+        clips: float = 0.0,
+        autocast: bool = False,
+        checkpoint: bool = False,
+        rounding: bool = False,
+        hook: bool = False,
+        broadcasts: bool = True,
+    ) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.wrapper, self.fault, self.micro_batches = wrapper, fault, micro_batches
+        self.padded, self.clips, self.autocast, self.rounding = padded, clips, autocast, rounding
+        torch.manual_seed(7 + self.rank if fault == "other start" else 7)
+        net = Net(dropout, tied=fault != "untied", counts=counts)
+        if fault == "untied":
+            net.head.weight.data.copy_(net.embed.weight.data)
+        if checkpoint:
+            inner = net.inner
+            net.inner = Checkpointed(inner)  # type: ignore[assignment]
+        if fault == "frozen":
+            net.norm.weight.requires_grad_(False)
+        if hook:
+            net.norm.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.net, self.model = net, self.wrapped(net, broadcasts)
+        parameters = self.early if fault == "optimizer first" else self.groups()
+        rate = 1e-2 * (self.ranks if fault == "rate twice" else 1)
+        if fault == "rate of a rank" and self.rank == 1:
+            rate *= 3
+        kinds = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        self.optimizer = kinds[optimizer](parameters, lr=rate, weight_decay=0.1 if fault == "decay" else 0.0)
+        torch.manual_seed(7 if fault == "equal seeds" else 7 + self.rank)
+        self.kept: list[Tensor] = []
+
+    def groups(self) -> list[Any]:
+        return list(self.model.parameters())
+
+    def wrapped(self, net: Net, broadcasts: bool) -> nn.Module:
+        self.early = list(net.parameters())
+        if self.wrapper == "ddp":
+            return nn.parallel.DistributedDataParallel(net, broadcast_buffers=broadcasts)
+        if self.wrapper == "fsdp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh("cpu", (self.ranks,))
+            fully_shard(net.inner, mesh=mesh)
+            return fully_shard(net, mesh=mesh)
+        return net
+
+    def run(self, folder: Path) -> None:
+        recorder = watch(self.model, folder, steps=STEPS, another_rounding=self.rounding)
+        try:
+            for step in range(STEPS):
+                self.step(step)
+        finally:
+            recorder.close()
+
+    # One step ---------------------------------------------------------------------------------------------------------
+
+    def step(self, step: int) -> None:
+        if self.fault == "eval mode":
+            self.model.eval()
+        words, labels = self.samples(step)
+        counted = [self.labels_of(part) for part in labels.chunk(self.micro_batches)]
+        total = torch.tensor(float(sum(counted)))
+        dist.all_reduce(total)
+        for number, (some, theirs) in enumerate(
+            zip(words.chunk(self.micro_batches), labels.chunk(self.micro_batches), strict=True)
+        ):
+            is_last = number == self.micro_batches - 1
+            with self.synchronizing(is_last), self.precision():
+                model = self.net if self.fault == "bare module" else self.model
+                loss = cross_entropy(model(some).flatten(0, 1).float(), theirs.flatten())
+                self.scaled(loss, counted[number], float(total)).backward()
+            if self.fault == "zero between" and not is_last:
+                self.optimizer.zero_grad()
+        self.reduce()
+        if self.fault == "late":
+            self.one_step_late()
+        if self.clips and self.fault != "clips first":
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clips)
+        self.optimizer.step()
+        if self.fault == "rate each micro-batch":
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.9**self.micro_batches
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.9
+        if self.fault != "no zero_grad":
+            self.optimizer.zero_grad()
+
+    def samples(self, step: int) -> tuple[Tensor, Tensor]:
+        words, labels = data(step, self.padded)
+        if self.fault == "sampler without rank":
+            return words[: SAMPLES // self.ranks], labels[: SAMPLES // self.ranks]
+        order = torch.arange(SAMPLES)
+        if self.fault == "other shuffle":
+            order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(5 * self.rank + step))
+        if self.fault == "other data":
+            words, labels = data(step + 100, self.padded)
+        if self.fault == "drops last":
+            order = order[:-2]
+        mine = order.chunk(self.ranks)[self.rank]
+        return words[mine], labels[mine]
+
+    def labels_of(self, labels: Tensor) -> int:
+        return int((labels != -100).sum())
+
+    def scaled(self, loss: Tensor, counted: int, total: float) -> Tensor:
+        """The loss to run backward from: the reduction averages over ranks."""
+        if self.fault == "mean of means":
+            return loss / self.micro_batches
+        weight = counted * self.ranks / total
+        if self.fault == "not divided":
+            weight *= self.micro_batches
+        if self.fault == "divided by ranks":
+            weight /= self.ranks
+        if self.fault == "still scaled":
+            weight *= 1024
+        return loss * weight
+
+    @contextmanager
+    def synchronizing(self, is_last: bool) -> Iterator[None]:
+        off = not is_last or self.fault in ("no_sync at last", "clips first")
+        if self.wrapper == "ddp" and off:
+            with self.model.no_sync():  # type: ignore[operator]
+                yield
+        else:
+            yield
+
+    def precision(self) -> Any:
+        other = self.fault == "autocast"
+        return torch.autocast("cpu", torch.bfloat16) if self.autocast != other else nullcontext()
+
+    def reduce(self) -> None:
+        """What the wrapper does not."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if self.fault == "clips first":
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clips)
+        if (self.wrapper == "none" and self.ranks > 1) or self.fault == "clips first":
+            for gradient in gradients:
+                self.average(gradient)
+        if self.fault == "sum on top":
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+
+    def average(self, gradient: Tensor) -> None:
+        if self.fault == "group of some":
+            if not hasattr(self, "pairs"):
+                self.pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            dist.all_reduce(gradient, group=self.pairs[self.rank // 2])
+            gradient /= 2
+        else:
+            dist.all_reduce(gradient)
+            gradient /= self.ranks
+
+    def one_step_late(self) -> None:
+        now = [parameter.grad.clone() for parameter in self.model.parameters()]  # type: ignore[union-attr]
+        for parameter, before in zip(self.model.parameters(), self.kept or now, strict=True):
+            parameter.grad.copy_(before)  # type: ignore[union-attr]
+        self.kept = now
+
+
+class Checkpointed(nn.Module):
+    """Runs its module again in backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = module
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(self._checkpoint_wrapped_module, hidden, use_reentrant=False)
+
+
+Train = Callable[..., None]

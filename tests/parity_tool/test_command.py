@@ -1,0 +1,98 @@
+"""`ddp-lab parity` as a user starts it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp_lab.parity.command import build_parser, main
+from tests.parity_tool.test_faults import run_both, run_one
+from tests.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_recorded_runs(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.run(1, run_both, tmp_path, {})
+    ranks.run(2, run_one, tmp_path / "b", {"wrapper": "ddp", "fault": "not divided", "micro_batches": 4})
+    runs = [str(tmp_path / run) for run in "abc"]
+    assert main([*runs[:2], "--yardstick", runs[2], "--output-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 7  # five, what was not seen, and the page
+    assert said[1] == "first difference: all gradients are x 4: micro-batches"
+    assert "step 0 on rank 0, 1" in said[2]
+    assert said[4].startswith("before it: ")
+    page = Path(said[-1].removeprefix("page: ")).read_text()
+    assert said[1] in page
+    assert page.count("<circle") > 40
+    assert main([runs[0], runs[2], "--output-dir", str(tmp_path)]) == 0
+    assert "first difference: none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give --choice NAME, or the folders of two recorded runs"),
+        (["nowhere", "there"], "nowhere: no recorded run; ddp_lab.parity.watch(model, 'nowhere')"),
+        (["--choice", "zero4"], "strategy 'zero4'"),
+        (["--choice", "zero3", "--mesh", "dp=3", "--ranks", "2"], "dp=3"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def test_docs_have_every_flag() -> None:
+    text = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab parity`")[1].split("\n## ")[0]
+    flags = [
+        flag for action in build_parser()._actions for flag in action.option_strings if flag not in ("-h", "--help")
+    ]
+    assert re.findall(r"^\| `(--[a-z-]+)` \|", text, re.MULTILINE) == flags
+
+
+PLAIN = ["--workload", "mlp", "--depth", "2", "--width", "16", "--device", "cpu", "--train-samples", "64"]
+LANGUAGE = ["--workload", "sample-lm", "--device", "cpu", "--sequence-length", "16", "--train-samples", "64"]
+STRATEGIES = {
+    "zero3": ["--choice", "zero3", *PLAIN],
+    "tp": ["--choice", "zero1", "--mesh", "dp=2,tp=2", "--ranks", "4", *LANGUAGE],
+}
+MORE = {
+    "flat": ["--choice", "flat_ddp", "--ranks", "3", *PLAIN],
+    "hook": ["--choice", "simple_ddp_hook", *PLAIN],
+    "buckets": ["--choice", "bucket_ddp_async", "--clip-grad-norm", "0.1", *LANGUAGE],
+    "fsdp": ["--choice", "pytorch_zero3", "--precision", "bf16", *LANGUAGE],
+    "zero2 bf16": ["--choice", "zero2", "--precision", "bf16", *LANGUAGE],
+    "against": ["--choice", "zero3", "--against", "pytorch_zero3", "--precision", "bf16", *LANGUAGE],
+    "compiled": ["--choice", "zero1", "--compile", *LANGUAGE],
+    "recomputed": ["--choice", "zero3", "--activation-checkpointing", "block", *LANGUAGE],
+    "selective": ["--choice", "zero2", "--activation-checkpointing", "selective", *LANGUAGE],
+    "offload": ["--choice", "zero3", "--offload", "optimizer", *LANGUAGE],
+    "sequence": ["--choice", "zero2", "--mesh", "dp=2,tp=2", "--sequence-parallel", "--ranks", "4", *LANGUAGE],
+    "pytorch_tp": ["--choice", "pytorch_tp", "--mesh", "tp=2", *LANGUAGE],
+    "pipeline": ["--choice", "tp", "--mesh", "pp=2", *LANGUAGE],
+    "pipelines": ["--choice", "zero1", "--mesh", "dp=2,pp=2", "--ranks", "4", *LANGUAGE],
+    "context": ["--choice", "zero1", "--mesh", "cp=2", *LANGUAGE],
+    "ring": ["--choice", "tp", "--mesh", "dp=2,cp=2", "--ranks", "4", "--context-parallel", "ring", *LANGUAGE],
+    "experts": ["--choice", "zero1", "--mesh", "ep=2", "--workload", "sample-moe", "--device", "cpu"],
+    "hsdp": ["--choice", "zero3", "--mesh", "replicate=2,shard=2", "--ranks", "4", *PLAIN],
+}
+
+
+def agrees(arguments: list[str], folder: Path) -> None:
+    assert main([*arguments, "--steps", "2", "--output-dir", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_agree(name: str, tmp_path: Path) -> None:
+    agrees(STRATEGIES[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_strategies_agree(name: str, tmp_path: Path) -> None:
+    agrees(MORE[name], tmp_path)

@@ -1,0 +1,46 @@
+"""Runs that are right raise no alarm, however they are wrapped, cut and rounded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_lab.parity.answer import Answer
+from ddp_lab.parity.comparison import compare
+from ddp_lab.parity.store import read
+from tests.parity_tool.loops import train
+from tests.parity_tool.test_faults import run_both
+from tests.ranks import RankPool
+
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "ddp": ({"wrapper": "ddp"}, {}, 2),
+    "ddp on 3": ({"wrapper": "ddp"}, {}, 3),
+    "ddp sgd": ({"wrapper": "ddp", "micro_batches": 2}, {"optimizer": "sgd"}, 2),
+    "ddp padded": ({"wrapper": "ddp", "micro_batches": 4}, {"padded": True}, 2),
+    "ddp clips": ({"wrapper": "ddp", "micro_batches": 2}, {"clips": 0.1}, 2),
+    "ddp bf16": ({"wrapper": "ddp", "micro_batches": 2}, {"autocast": True}, 2),
+    "ddp recomputes": ({"wrapper": "ddp", "checkpoint": True}, {}, 2),
+    "fsdp": ({"wrapper": "fsdp"}, {}, 2),
+    "fsdp on 4": ({"wrapper": "fsdp", "micro_batches": 2}, {}, 4),
+    "fsdp clips": ({"wrapper": "fsdp"}, {"clips": 0.1}, 2),
+    "fsdp bf16": ({"wrapper": "fsdp"}, {"autocast": True}, 2),
+    "fsdp recomputes": ({"wrapper": "fsdp", "checkpoint": True, "micro_batches": 2}, {"padded": True}, 2),
+    "by hand": ({"wrapper": "none", "micro_batches": 2}, {"clips": 0.1}, 2),
+    "accumulation": ({"wrapper": "none", "micro_batches": 8}, {"padded": True, "optimizer": "sgd"}, 1),
+}
+"""How run B is made, how both are, and ranks."""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_agree(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    of_b, both, size = PAIRS[name]
+    ranks.run(1, run_both, tmp_path, both)
+    ranks.run(size, train_as, tmp_path / "b", of_b | both)
+    runs = [read(tmp_path / run) for run in "abc"]
+    for yardstick in (runs[2], None):
+        answer = Answer.of(compare(runs[0], runs[1], yardstick), yardstick is not None, [])
+        assert not answer.differs, answer.lines
+
+
+def train_as(folder: Path, how: dict[str, Any]) -> None:
+    train(folder, **how)
