@@ -14,12 +14,13 @@ IGNORED = -100
 
 class MicroBatches:
     """Attributes:
+    inside: A forward pass of the whole model runs; always in a pipeline, where it has no one beginning.
     number: Of the current micro-batch in the step, from 0; -1 outside of them.
     keys: For each micro-batch of the step, a number for each of its samples, by content.
     """
 
     def __init__(self, in_pipeline: bool) -> None:
-        self._in_pipeline = in_pipeline
+        self._in_pipeline = self.inside = in_pipeline
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -40,8 +41,11 @@ class MicroBatches:
         if self._in_pipeline:
             return
         self._calls.clear()
-        self.number += 1
+        self.number, self.inside = self.number + 1, True
         self._add({str(number): one for number, one in enumerate(args)} | dict(kwargs))
+
+    def end(self) -> None:
+        self.inside = self._in_pipeline
 
     def _add(self, batch: Mapping[str, Any]) -> None:
         tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor) and one.dim()}

@@ -18,7 +18,11 @@ from ddp_lab.strategy.interface import Strategy
 
 
 def watch(
-    strategy_or_module: "Strategy | nn.Module", folder: str | Path, steps: int = 3, another_rounding: bool = False
+    strategy_or_module: "Strategy | nn.Module",
+    folder: str | Path,
+    steps: int = 3,
+    another_rounding: bool = False,
+    whole: str | None = None,
 ) -> "Recorder":
     """Record the next optimizer steps of a loop. On every rank, before the first step; then train as ever.
 
@@ -29,11 +33,15 @@ def watch(
         steps: How many steps are recorded. Then the loop goes on as if nothing had been.
         another_rounding: Round the output of each module once more, at random. Such a run shows what rounding alone
             does to each quantity: `ddp-lab parity RUN_A RUN_B --yardstick RUN_C`.
+        whole: A module, by name, whose outputs and their gradients are kept whole, too: a list of tensors for each
+            kind in `step_<step>.rank_<rank>.pt`, by micro-batch.
 
     Returns:
         The recorder, whose `close()` ends it earlier.
     """
-    return Recorder(strategy_or_module, Path(folder), steps, another_rounding)
+    recorder = Recorder(strategy_or_module, Path(folder), steps, another_rounding)
+    recorder.whole = whole
+    return recorder
 
 
 class Recorder:
@@ -45,6 +53,7 @@ class Recorder:
         self._module = subject.module_of(of)
         self._step, self._order = 0, 0
         self.known: dict[str, Any] = {}  # more facts of the run
+        self.whole: str | None = None
         self._undo: list[Callable[[], None]] = []
         self._names = {id(p): subject.plain(name) for name, p in self._module.named_parameters()}
         self._randomness = torch.Generator().manual_seed(17) if another_rounding else None
@@ -68,7 +77,7 @@ class Recorder:
     # A step -----------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._rows, self._order = store.Rows(), 0
+        self._rows, self._order, self._tensors = store.Rows(), 0, dict[str, list[Tensor]]()
         self._facts: dict[str, Any] = {"losses": [], "norms": [], "masks": {}}
         self._micro_batches.begin_step()
 
@@ -100,7 +109,7 @@ class Recorder:
         facts["losses"] = [float(loss) for loss in facts["losses"]]
         facts["norms"] = [float(norm) for norm in facts["norms"]]
         facts["masks"] = {name: [int(one) for one in drawn] for name, drawn in facts["masks"].items()}
-        store.write(self._folder, self._rank, self._step, self._rows, facts)
+        store.write(self._folder, self._rank, self._step, self._rows, facts, self._tensors)
         self._step += 1
         self._open()
         if self._step == self._steps:
@@ -138,12 +147,13 @@ class Recorder:
             if module not in inside:
                 hook = torch.compiler.disable(self._forward_hook(subject.plain(name), module))
                 self._undo.append(module.register_forward_hook(hook, always_call=False).remove)
+        self._undo.append(root.register_forward_hook(lambda *_: self._micro_batches.end()).remove)
 
     def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._is_recording():
+        if self._is_trained():
             self._micro_batches.begin(args, kwargs)
 
-    def _is_recording(self) -> bool:
+    def _is_trained(self) -> bool:
         """In training, and not again in backward."""
         return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
@@ -151,7 +161,7 @@ class Recorder:
         is_leaf, is_dropout = not any(True for _ in module.children()), type(module).__name__.startswith("Dropout")
 
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not self._is_recording():
+            if not (self._micro_batches.inside and self._is_trained()):
                 return None
             if self._randomness is not None and is_leaf and isinstance(output, Tensor):
                 output = self._rounded(output)
@@ -198,6 +208,8 @@ class Recorder:
 
     def _add_tensor(self, kind: str, name: str, call: int, tensor: Tensor, number: int) -> None:
         local = subject.local(tensor)
+        if name == self.whole:
+            self._tensors.setdefault(kind, []).append(local.cpu().clone())
         rows, keys = rows_of(local, self._micro_batches, number)
         now, self._micro_batches.number = self._micro_batches.number, number
         self._add(sketch.of_rows(rows), keys, kind, name, call, rows.shape[1], str(local.dtype)[6:])

@@ -49,12 +49,16 @@ class Rows:
         return pd.DataFrame(self.columns | {"numbers": list(values)})
 
 
-def write(folder: Path, rank: int, step: int, rows: Rows, facts: dict[str, Any]) -> None:
+def write(folder: Path, rank: int, step: int, rows: Rows, facts: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Write what a rank has recorded of a step: whole files or none."""
+    import torch
+
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"step_{step:05d}.rank_{rank:05d}"
     rows.frame().to_parquet(folder / f"{stem}.parquet.tmp")
     (folder / f"{stem}.parquet.tmp").replace(folder / f"{stem}.parquet")
+    if tensors:
+        torch.save(tensors, folder / f"{stem}.pt")
     (folder / f"{stem}.json.tmp").write_text(json.dumps(facts | {"format": FORMAT}))
     (folder / f"{stem}.json.tmp").replace(folder / f"{stem}.json")
 

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from ddp_lab.parity import watch
 from ddp_lab.parity.command import build_parser, main
 from tests.parity_tool.test_faults import run_both, run_one
 from tests.ranks import RankPool
@@ -45,6 +47,20 @@ def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.C
     error = capsys.readouterr().err
     assert said in error
     assert len(error.splitlines()) == 1
+
+
+def test_tensors_of_a_module_are_kept_whole(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = watch(model, tmp_path, whole="0")
+    x = torch.randn(5, 4)
+    wanted = model[0](x).detach()
+    model(x).sum().backward()
+    optimizer.step()
+    recorder.close()
+    kept = torch.load(tmp_path / "step_00000.rank_00000.pt")
+    torch.testing.assert_close(kept["output"], [wanted])
+    torch.testing.assert_close(kept["output gradient"], [(wanted > 0).float()])
 
 
 def test_docs_have_every_flag() -> None:

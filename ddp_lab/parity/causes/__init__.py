@@ -20,10 +20,12 @@ def cause_of(made: Comparison) -> Cause | None:
     """None: nothing differs, or no rule fits. Data come before all that is computed from them."""
     first = made.first
     for step in made.steps if first is None else [step for step in made.steps if step <= first.step]:
-        if (found := data.other_data(made, step)) is not None:
+        if (found := data.other_samples_in_a_group(made, step) or data.other_data(made, step)) is not None:
             return found
         if first is None or step < first.step or KINDS.index(first.kind) > KINDS.index(GRADIENT):
-            found = gradients.missing(made, step) or (gradients.other_norms(made, step) if first is None else None)
+            found = gradients.missing(made, step)
+            if first is None:
+                found = found or gradients.other_norms(made, step) or gradients.other_loss(made, step)
             if found is not None:
                 return found
     if first is None:

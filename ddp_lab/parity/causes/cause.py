@@ -56,10 +56,10 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def some_ranks(made: Comparison, first: Quantity) -> list[int]:
-    """The ranks on which it differs, if it does not on all."""
-    ranks = first.ranks
-    return ranks if -1 not in ranks and len(ranks) < made.b.ranks else []
+def some_ranks(first: Quantity) -> list[int]:
+    """The ranks on which it differs, if it does not on all that have it."""
+    known, ranks = {rank for rank, _ in first.error}, first.ranks
+    return ranks if -1 not in known and 0 < len(ranks) < len(known) else []
 
 
 def of_module(first: Quantity) -> str:

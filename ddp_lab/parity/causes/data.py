@@ -1,10 +1,13 @@
 """Other samples, or other weights to begin with."""
 
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from ddp_lab.parity.causes.cause import Cause, listed, some_ranks
 from ddp_lab.parity.comparison import Comparison, Quantity
+
+CUTTING = ("tp", "cp", "pp")
+"""Dimensions of a mesh whose ranks have the same samples."""
 
 
 def other_data(made: Comparison, step: int) -> Cause | None:
@@ -43,6 +46,23 @@ def other_data(made: Comparison, step: int) -> Cause | None:
     )
 
 
+def other_samples_in_a_group(made: Comparison, step: int) -> Cause | None:
+    """Ranks that cut layers or tokens between them must have the same samples."""
+    degrees, of_b = made.b.first.get("mesh", {}), _samples(made.b.facts[step])
+    seen: dict[tuple[int, ...], int] = {}
+    for rank, place in enumerate(product(*(range(degree) for degree in degrees.values()))):
+        data = tuple(at for name, at in zip(degrees, place, strict=True) if name not in CUTTING)
+        other = seen.setdefault(data, rank)
+        if degrees and set(of_b[rank]) != set(of_b[other]):
+            names = " and ".join(name for name in degrees if name in CUTTING)
+            return Cause(
+                f"data: ranks {other} and {rank} are of one group of {names}, and have other samples in step {step}",
+                "the sampler's rank: it must be the data-parallel rank, the same for all ranks that cut a layer or a "
+                "sequence between them (trap 17).",
+            )
+    return None
+
+
 def _samples(of_ranks: list[dict[str, Any]]) -> list[list[int]]:
     return [[key for keys in facts["keys"] for key in keys] for facts in of_ranks]
 
@@ -59,7 +79,7 @@ def untied(made: Comparison, first: Quantity) -> Cause | None:
 
 
 def other_start(made: Comparison, first: Quantity) -> Cause | None:
-    if ranks := some_ranks(made, first):
+    if ranks := some_ranks(first):
         which = f"the weights of rank {listed(ranks)} differ"
     elif first.spread > first.limit:
         which = "the weights of the ranks are not the same"

@@ -59,7 +59,7 @@ def other_precision(made: Comparison, first: Quantity) -> Cause | None:
 
 def other_buffers(made: Comparison, first: Quantity) -> Cause | None:
     """What ranks have in their buffers when a forward pass begins."""
-    ranks = some_ranks(made, first)
+    ranks = some_ranks(first)
     apart = [name for name, spread in made.buffers.get(first.step - 1, {}).items() if spread > first.limit]
     if not ranks or not apart:
         return None
@@ -81,7 +81,7 @@ def by_place(made: Comparison, first: Quantity) -> Cause | None:
             "a sum over ranks that all hold the whole, or one that is missing: what is cut over ranks is summed "
             "once, and a bias is added once.",
         )
-    if ranks := some_ranks(made, first):
+    if ranks := some_ranks(first):
         return Cause(
             f"{where} differs on rank {listed(ranks)} alone",
             "this module's weights or inputs there are not those of the others: another branch, a mask, or positions "

@@ -8,6 +8,9 @@ from ddp_lab.parity.comparison import Comparison, Quantity
 from ddp_lab.parity.lookback import counted_micro_batches, is_of_step_before, is_sum_with_step_before
 from ddp_lab.parity.store import GRADIENT
 
+CLOSE = 2e-3
+"""Relative, of norms."""
+
 
 def missing(made: Comparison, step: int) -> Cause | None:
     in_a, in_b = made.only.get(step, ([], []))
@@ -113,11 +116,36 @@ def part_of_batch(made: Comparison, first: Quantity) -> Cause | None:
 
 
 def clipping(made: Comparison, first: Quantity) -> Cause | None:
-    """One run clips and the other does not."""
-    a, b = (bool(run.facts[first.step][0]["norms"]) for run in (made.a, made.b))
-    if a == b:
+    """Gradients are read as clipping leaves them."""
+    a, b = (run.facts[first.step][0]["norms"] for run in (made.a, made.b))
+    if bool(a) != bool(b):
+        return Cause(f"run {'A' if a else 'B'} alone clips its gradients", "clip in both runs, by one norm (trap 9).")
+    factor = first.one_factor
+    if not a or factor is None:
         return None
-    return Cause(f"run {'A' if a else 'B'} alone clips its gradients", "clip in both runs, by the same norm (trap 9).")
+    if abs(factor * b[0] / a[0] - 1) < CLOSE:
+        return other_norms(made, first.step)
+    if abs(b[0] / a[0] - 1) < CLOSE:
+        return Cause(
+            f"both runs find a norm of {a[0]:.4g}, and clipping leaves gradients {times(made, factor)} in run B",
+            "another largest norm, or gradients below it are scaled up: the factor is at most 1 (trap 9).",
+        )
+    return None
+
+
+def replicas(made: Comparison, first: Quantity) -> Cause | None:
+    """On a mesh that cuts layers or tokens, only what its ranks hold whole."""
+    if not set(made.b.first.get("mesh", {})) & {"tp", "cp"}:
+        return None
+    gradients = made.of(first.step, GRADIENT)
+    differing = [one.name for one in gradients if one.differs]
+    if len(differing) == len(gradients) or not all("norm" in name or name.endswith("bias") for name in differing):
+        return None
+    return Cause(
+        f"the gradient of {first.name}{and_others(differing)} differs: norms and biases, which each rank holds whole",
+        "with tokens cut over ranks each sees a part of them: sum these gradients over the ranks of the group (of tp "
+        "with sequence parallelism, of cp).",
+    )
 
 
 def by_factor(made: Comparison, first: Quantity) -> Cause | None:
@@ -163,6 +191,7 @@ RULES: list[Rule] = [
     uneven_means,
     part_of_batch,
     clipping,
+    replicas,
     by_factor,
 ]
 
@@ -170,10 +199,22 @@ RULES: list[Rule] = [
 def other_norms(made: Comparison, step: int) -> Cause | None:
     """Nothing differs but what clipping would read."""
     a, b = (run.facts[step][0]["norms"] for run in (made.a, made.b))
-    if not a or not b or abs(b[0] / a[0] - 1) <= NEAR:
+    if not a or not b or abs(b[0] / a[0] - 1) <= CLOSE / 4:
         return None
     return Cause(
         f"step {step}: the norm by which run B clips is {b[0]:.6g}, and run A's is {a[0]:.6g} "
         f"({times(made, b[0] / a[0])})",
         "the norm counts replicas, misses shards, or is read before the reduction or the unscaling (trap 9).",
+    )
+
+
+def other_loss(made: Comparison, step: int) -> Cause | None:
+    """Nothing differs but the loss that is told."""
+    a, b = (run.facts[step][0].get("loss") for run in (made.a, made.b))
+    if a is None or b is None or abs(b / a - 1) <= CLOSE:
+        return None
+    return Cause(
+        f"step {step}: the loss that run B tells is {b:.6g}, and run A's is {a:.6g} ({times(made, b / a)})",
+        "it is logged in another way than it is computed: of one micro-batch, of one rank, or divided once more "
+        "(trap 4).",
     )

@@ -8,7 +8,7 @@ import numpy as np
 from ddp_lab.parity.causes.cause import Cause, Rule, and_others, factor_name, listed, some_ranks, times
 from ddp_lab.parity.causes.gradients import late
 from ddp_lab.parity.comparison import Comparison, Quantity
-from ddp_lab.parity.store import PARAMETER
+from ddp_lab.parity.store import GRADIENT, PARAMETER
 
 
 def other_settings(made: Comparison, first: Quantity) -> Cause | None:
@@ -68,8 +68,15 @@ def no_update(made: Comparison, first: Quantity) -> Cause | None:
 
 
 def of_some_ranks(made: Comparison, first: Quantity) -> Cause | None:
-    if not (ranks := some_ranks(made, first)):
+    if not (ranks := some_ranks(first)):
         return None
+    holders = {rank for one in made.of(first.step, GRADIENT) if one.name == first.name for rank, _ in one.error}
+    if holders and not holders & set(ranks):
+        return Cause(
+            f"rank {listed(ranks)} has no gradient of {first.name}, and others have one",
+            "a rank that does not use a parameter must still take what the others made for it, zeros of its own added "
+            "(trap 2).",
+        )
     return Cause(
         f"the update of {first.name} differs on rank {listed(ranks)} alone, and its gradient does not",
         "optimizer states that are not the same on all ranks: one has loaded them, or has skipped or repeated a step.",
