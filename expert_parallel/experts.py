@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from tensor_parallel.operators import Add, Copy
+from tensor_parallel.region import as_factor
 
 GROUPED_FROM = (8, 0)
 """The first compute capability that has the kernel."""
@@ -24,6 +28,7 @@ class Experts(nn.Module):
         activation: Of the gates.
         ranks: Over how many ranks experts are cut.
         through: Calls `compute` on rows of all ranks, with what forward was given (`parallelize`).
+        tensor: The ranks over which each expert is cut, too: each has some of `inner`. Default: none is.
     """
 
     def __init__(
@@ -33,14 +38,23 @@ class Experts(nn.Module):
         activation: Callable[[Tensor], Tensor],
         ranks: int,
         through: Callable[..., Tensor],
+        tensor: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up, down
-        self._activation, self._ranks, self._through = activation, ranks, through
+        self._activation, self._ranks, self._through, self._tensor = activation, ranks, through, tensor
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Collective. `hidden`: (tokens, features); `chosen`, `weights`: (tokens, k), the experts of each token."""
-        return self._through(hidden, chosen, weights, self.compute, self._ranks * len(self.gate_up_proj))
+        """Collective. `hidden`: (tokens, features); `chosen`, `weights`: (tokens, k), the experts of each token.
+
+        Over `tensor` all ranks have the same tokens, and of each output one term. So f stands in front of both factors,
+        and g behind (`tensor_parallel.operators`).
+        """
+        experts = self._ranks * len(self.gate_up_proj)
+        if self._tensor is None:
+            return self._through(hidden, chosen, weights, self.compute, experts)
+        hidden, weights = Copy.apply(as_factor(hidden), self._tensor), Copy.apply(weights, self._tensor)
+        return Add.apply(self._through(hidden, chosen, weights, self.compute, experts), self._tensor)
 
     def compute(self, rows: Tensor, lengths: Sequence[int], counts: Tensor) -> Tensor:
         """(rows, features), the first `lengths[0]` of them for this rank's first expert, and so on. `counts`: these on

@@ -1,7 +1,8 @@
-"""Turns mixtures of experts of transformers into ones whose experts are cut over the ranks of `ep`."""
+"""Cuts the experts of a mixture of transformers over the ranks of `ep`, and each of them over those of `tp`."""
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,27 +12,28 @@ from torch import Tensor, nn
 from context_parallel.parallelize import parallelize_for as cut_model
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.mesh import EXPERT, MeshGroups
+from ddp_lab.runtime.mesh import DATA, EXPERT, TENSOR, MeshGroups
 from ddp_lab.runtime.settings.mesh import SIGMOID
-from ddp_lab.strategy.accounting import EVERYONE, Collective
+from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from expert_parallel.balance import Balance
 from expert_parallel.dispatch import Compute, through_experts
 from expert_parallel.experts import Experts
+from expert_parallel.over_tensor import plan_around, within_each
 from expert_parallel.router import Router, Way
-from tensor_parallel.cuts import CutParameters, cut_evenly
-from tensor_parallel.plan import enclosing
-from tensor_parallel.traffic import Recomputed
+from tensor_parallel.cuts import CutParameters
+from tensor_parallel.parallelize import parallelize as cut_layers
+from tensor_parallel.plan import enclosing, read_plan
+from tensor_parallel.traffic import Place, Precision, Recomputed
+from tensor_parallel.traffic import Traffic as TensorTraffic
 
 ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
 """Of transformers, that this one stands in for."""
-PARAMETERS = ("down_proj", "gate_up_proj")
-"""Of the experts of a layer in their models."""
 
 
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
-    """Cut `module` in place as a run's settings say: its experts over `ep`, or what else there is. Rank 0's parameters
+    """Cut `module` in place as a run's settings say: its experts over `ep`, and what else there is. Rank 0's parameters
     win. Collective.
 
     Raises:
@@ -39,7 +41,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     """
     if EXPERT not in groups.mesh.degrees:
         return cut_model(module, config, groups, device)
-    assert groups.expert is not None
+    assert groups.expert is not None and groups.experts is not None
     mixtures, settings = mixtures_of(module), getattr(module, "config", None)
     if not mixtures or settings is None:
         raise UnsupportedError(
@@ -52,45 +54,71 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
     settings.output_router_logits = False  # its own term is that of one rank
     balance = Balance(coefficient, config.router_bias or 0.0, groups.data)
-    parameters = CutParameters(dist.get_rank(groups.expert))
+    parameters = CutParameters(dist.get_rank(groups.experts))
     recomputed = Recomputed.of(module, config.strategy.activation_checkpointing)
-    traffic = Traffic(mixtures, groups, balance, recomputed)
+    parts, over_tensor, tensor = ModelParallel(groups.experts, groups.everyone, {}, groups.tensor), None, 1
+    if config.cuts_layers:
+        tensor, options = groups.mesh.degree(TENSOR), config.strategy
+        plan = read_plan(Path(config.plan)) if config.plan else plan_around(module, tensor)
+        precision, again = Precision.of(options.precision, options.param_dtype), options.activation_checkpointing
+        layers = cut_layers(module, plan, groups, device, precision=precision, activation_checkpointing=again)
+        assert isinstance(layers.traffic, TensorTraffic)
+        parts, over_tensor = replace(layers, group=groups.experts), layers.traffic
+    traffic = Traffic(mixtures, groups, balance, recomputed, over_tensor)
     for layer, (name, mixture) in enumerate(mixtures.items()):
         experts, gate = mixture.experts, mixture.gate
         count = len(experts.gate_up_proj)
         if count % size:
             raise UnsupportedError(f"--mesh with ep={size}: {name} has {count} experts; take an ep that divides them")
-        cut = cut_evenly(name, "experts", count, 0, size)
-        for one in PARAMETERS:
+        for one, cut in within_each(name, count, experts.down_proj.shape[-1], size, tensor).items():
             parameters.cut(experts, f"{name}.experts", one, cut)
-        mixture.experts = Experts(experts.gate_up_proj, experts.down_proj, experts.act_fn, size, traffic.through)
+        if over_tensor is not None:
+            traffic.cuts_each(name, experts.down_proj.shape[1])
+        group = groups.tensor if over_tensor else None
+        given = experts.gate_up_proj, experts.down_proj, experts.act_fn
+        mixture.experts = Experts(*given, size, traffic.through, group)
         normalizes = getattr(gate, "norm_topk_prob", True)
         mixture.gate = Router(gate.weight, gate.top_k, normalizes, layer, balance, way)
     module.register_forward_pre_hook(balance.begin, prepend=True, with_kwargs=True)
     module.register_forward_hook(balance.end)
-    parts = ModelParallel(groups.expert, groups.everyone, parameters.cuts, groups.tensor, traffic=traffic)
-    return replace(parts, copies=groups.copies, balance=balance)
+    cuts, of_experts = {**parts.cuts, **parameters.cuts}, frozenset(parameters.cuts)
+    return replace(parts, cuts=cuts, traffic=traffic, copies=groups.copies, of_experts=of_experts, balance=balance)
 
 
 class Traffic:
-    """What a step sends over `ep`.
+    """What a step sends over `ep`, and over `tp`.
 
     Args:
         names: Of the mixtures.
         recomputed: Which blocks run again in backward.
+        over_tensor: What the layers send over `tp`; None: nothing. The mixtures' f and g are put to it here.
     """
 
-    def __init__(self, names: Iterable[str], groups: MeshGroups, balance: Balance, recomputed: Recomputed) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        groups: MeshGroups,
+        balance: Balance,
+        recomputed: Recomputed,
+        over_tensor: TensorTraffic | None = None,
+    ) -> None:
         assert groups.expert is not None
         self._names, self._group, self._balance, self._recomputed = list(names), groups.expert, balance, recomputed
         self._everyone = dist.get_world_size(groups.data)
-        self._experts = self._row_bytes = 0  # of the latest forward pass
+        self._experts = self._row_bytes = self._weight_bytes = 0  # of the latest forward pass
+        self._over_tensor = over_tensor
 
     def through(self, hidden: Tensor, chosen: Tensor, weights: Tensor, compute: Compute, experts: int) -> Tensor:
         """See `through_experts`."""
         summed, nbytes = through_experts(hidden, chosen, weights, experts, compute, self._group)
-        self._experts, self._row_bytes = experts, nbytes
+        self._experts, self._row_bytes, self._weight_bytes = experts, nbytes, weights.nbytes
         return summed
+
+    def cuts_each(self, name: str, features: int) -> None:
+        """The experts of a mixture are cut over `tp`, too: hidden states of so many features come and go."""
+        assert self._over_tensor is not None
+        for places in (self._over_tensor.f, self._over_tensor.g):
+            places.append(Place(f"{name}.experts", features))
 
     def __call__(self, micro_batches: int) -> list[Collective]:
         """Rows go there and back in forward and in backward; a rank sends those of its own tokens, and as many as it
@@ -106,7 +134,14 @@ class Traffic:
             Collective("all_to_all", 2 * (forward + backward), rows, size, "activations", EXPERT, varies=True),
         ]
         load = 8 * (layers * (self._experts + 1) + 1)
-        return [*sent, Collective("all_reduce", 1, load, self._everyone, "bookkeeping", EVERYONE)]
+        over = EXPERT if 1 < size == self._everyone else DATA  # all that see different samples
+        sent.append(Collective("all_reduce", 1, load, self._everyone, "bookkeeping", over))
+        if self._over_tensor is not None:
+            weights = self._weight_bytes * backward
+            sent.append(Collective("all_reduce", backward, weights, self._over_tensor.ranks.size, "activations"))
+            sent += self._over_tensor.of_forward(self._balance.passes_ahead(micro_batches))
+            sent += self._over_tensor(micro_batches)
+        return [one for one in sent if one.count]
 
 
 def mixtures_of(module: nn.Module) -> dict[str, Any]:

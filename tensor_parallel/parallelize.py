@@ -232,8 +232,10 @@ class Parallelizer:
         def loss_function(
             logits: Tensor,
             labels: Tensor,
-            shift_labels: Tensor | None = None,
+            vocab_size: int = 0,  # some models give it by position
             num_items_in_batch: Tensor | None = None,
+            ignore_index: int = IGNORED,
+            shift_labels: Tensor | None = None,
             **_: Any,
         ) -> Tensor:
             if shift_labels is None:

@@ -133,6 +133,16 @@ class Traffic:
         blocks = [block for block in self._recomputed.blocks if enclosing(f"{block}.", modules)]
         self._recomputed = replace(self._recomputed, blocks=blocks)
 
+    def of_forward(self, passes: int) -> list[Collective]:
+        """Of so many more forward passes, without gradients and without sequence parallelism."""
+        tokens, products, rest = self.ranks.tokens_in_batch, self.precision.products, self.precision.rest
+        sent = [payload for place in self.g for payload in place.payloads(tokens, products)]
+        sent += [tokens * place.features * rest for place in self.sums]
+        losses = tokens * cross_entropy.NUMBERS * 4
+        calls = len(sent) + cross_entropy.CALLS * len(self.losses)
+        payload = sum(sent) + losses * len(self.losses)
+        return [Collective("all_reduce", passes * calls, passes * payload, self.ranks.size, "activations")]
+
     def __call__(self, micro_batches: int) -> list[Collective]:
         """Of a step of so many micro-batches of the shape that the latest had."""
         tokens, cuts = self.ranks.tokens_in_batch, self.ranks.tokens is not None

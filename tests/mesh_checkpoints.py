@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ddp_lab
+import tensor_parallel
 from ddp_lab.runtime.checkpoint.state import COUNT
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import PIPELINE, TENSOR, Mesh, mesh_groups
+from ddp_lab.runtime.mesh import EXPERT, PIPELINE, TENSOR, Mesh, mesh_groups
 from ddp_lab.strategy.interface import Strategy
 from pipeline_parallel.parallelize import cut_into_stages
 from tensor_parallel.parallelize import parallelize
@@ -49,6 +51,7 @@ PLACES = {
     "zero3 on dp=2,pp=2": Place(4, "dp=2,pp=2", "zero3"),
     "zero1 on ep=4": Place(4, "ep=4", "zero1"),
     "zero3 on dp=2,ep=2": Place(4, "dp=2,ep=2", "zero3"),
+    "zero2 on ep=2,tp=2": Place(4, "ep=2,tp=2", "zero2"),
     "zero1 on pp=2,tp=2": Place(4, "pp=2,tp=2", "zero1", ("interleaved", 2, None)),
 }
 
@@ -58,8 +61,12 @@ def strategy_on(place: Place, model: str, seed: int) -> Iterator[Strategy]:
     mesh, module, strategy_class = Mesh.parse(place.mesh), build(model, seed), ddp_lab.load(place.choice)
     with mesh_groups(mesh, "cpu") as groups:
         cut, tp = None, mesh.degree(TENSOR)
-        over_tensor = partial(parallelize, module, plan_of(module, tp), groups, CPU) if tp > 1 else None
-        if PIPELINE in mesh.degrees:
+        has_plan = tp > 1 and EXPERT not in mesh.degrees
+        over_tensor = partial(parallelize, module, plan_of(module, tp), groups, CPU) if has_plan else None
+        if EXPERT in mesh.degrees:
+            config = RunConfig.of(choice=place.choice, mesh=place.mesh)
+            cut = tensor_parallel.REGISTRY.load_parallelize(place.choice)(module, config, groups, CPU)
+        elif PIPELINE in mesh.degrees:
             cut, strategy_class = (
                 cut_into_stages(module, groups, CPU, *place.stages, over_tensor),
                 strategy_class.in_stages(),
@@ -94,9 +101,12 @@ def held(strategy: Strategy) -> dict[str, Tensor]:
     """
     parallel = strategy.model_parallel
     shapes = {name: p.shape for name, p in strategy.module.named_parameters()}
-    own_rank, cuts = (parallel.tensor_rank, parallel.cuts) if parallel else (0, {})
+    cuts = parallel.cuts if parallel else {}
+    of_cut = {name: parallel.rank_in(cut) for name, cut in cuts.items()} if parallel else {}
+    own_rank = parallel.tensor_rank if parallel else 0
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [(own_rank, shapes[name], name, *rest) for name, *rest in held_here(strategy)])
+    own = [(of_cut.get(name, own_rank), shapes[name], name, *rest) for name, *rest in held_here(strategy)]
+    dist.all_gather_object(everyone, own)
     parts: dict[tuple[str, str, int], Tensor] = {}
     for rank, shape, name, key, start, values in (piece for pieces in everyone for piece in pieces):
         part = parts.setdefault((key, name, rank), torch.full(() if key == COUNT else shape, torch.nan))

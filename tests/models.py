@@ -352,6 +352,15 @@ def qwen_moe_lm() -> nn.Module:
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(**MIXTURE, **sizes, **experts, output_router_logits=True))
 
 
+def qwen3_moe_lm() -> nn.Module:
+    """Four experts a layer, of which each token gets two; queries and keys of each head are normed."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"intermediate_size": 20, "moe_intermediate_size": 12, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE, **sizes, **experts, output_router_logits=True))
+
+
 def token_batch(samples: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -406,6 +415,7 @@ LANGUAGE = {
 }
 """Language models; of grouped keys and values, ranks may have to share heads."""
 EXPERTS = {"lm, mixtral": mixtral_lm, "lm, mixtral, no term": partial(mixtral_lm, term=False), "lm, qwen": qwen_moe_lm}
+EXPERTS["lm, qwen3"] = qwen3_moe_lm
 """Mixtures of experts; "no term": nothing in the loss makes their load even."""
 LORA = "llama, lora"
 BRANCHES = {"branching": (), "branching, same": (1, 1), "branching, a-b": (1, -1), "branching, b-a": (-1, 1)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.runtime.link.speed import NONE
-from ddp_lab.runtime.mesh import DATA, EXPERT, Mesh
+from ddp_lab.runtime.mesh import DATA, EXPERT, TENSOR, Mesh
 from ddp_lab.runtime.settings.batch import BatchSettings
 from ddp_lab.runtime.settings.checkpoints import CheckpointSettings
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, CommunicationSettings
@@ -100,8 +100,12 @@ RULES: Rules = (
         "--router-scores, --router-bias and --capacity-factor: must be with --mesh and ep",
     ),
     (
-        lambda c: not c.has_experts or Mesh.parse(str(c.mesh)).degrees.keys() <= {DATA, EXPERT},
-        "--mesh {0.mesh}: ep goes with dp alone so far; leave the other dimensions out, or ep",
+        lambda c: not c.has_experts or Mesh.parse(str(c.mesh)).degrees.keys() <= {DATA, EXPERT, TENSOR},
+        "--mesh {0.mesh}: ep goes with dp and tp alone so far; leave the other dimensions out, or ep",
+    ),
+    (
+        lambda c: not (c.has_experts and c.sequence_parallel),
+        "--sequence-parallel with --mesh {0.mesh}: must be without ep, whose routers see all tokens of a rank",
     ),
     (
         lambda c: not (c.has_experts and any(getattr(c.strategy, name) for name in NOT_WITH_EXPERTS)),

@@ -192,6 +192,7 @@ class MeshGroups:
         model: Ranks that see the same tokens.
         context: Those of `data` that see the same samples.
         expert, copies: With `ep`, those of `data` that hold different experts, and those that hold the same.
+        experts: With `ep`, the ranks that hold parts of the experts of one model: along `ep` and `tp`.
         shard, replicate: With these dimensions, the parts of `data` along them; else None. `cp` is in `shard`.
         everyone: All ranks of the mesh.
         no_parts: Why there can be no groups of some of the ranks; empty if there can.
@@ -209,6 +210,7 @@ class MeshGroups:
     replicate: "dist.ProcessGroup | None" = None
     expert: "dist.ProcessGroup | None" = None
     copies: "dist.ProcessGroup | None" = None
+    experts: "dist.ProcessGroup | None" = None
     no_parts: str = ""
     _parts: "dict[int, dist.ProcessGroup]" = field(default_factory=dict)
 
@@ -292,10 +294,12 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
 
     data, model = along((*DATA_DIMENSIONS, CONTEXT)), along((PIPELINE, TENSOR))
     shard = along((SHARD, CONTEXT)) if SHARD in degrees else None
-    copies = along((DATA, CONTEXT)) if EXPERT in degrees else None
+    copies, experts = parts.get(EXPERT), parts.get(EXPERT)
+    if EXPERT in degrees:
+        copies, experts = along((DATA, CONTEXT)), along((EXPERT, TENSOR)) if tensor > 1 else experts
     timeout = timeout_of(everyone)  # new groups have torch's default
-    for group in {*parts.values(), data, model, shard, copies} - {everyone, None}:
+    for group in {*parts.values(), data, model, shard, copies, experts} - {everyone, None}:
         dist.set_timeout(timeout, group)
     cut = model, parts[TENSOR], parts[CONTEXT], everyone, parts.get(PIPELINE)
-    kept = shard, parts.get(REPLICATE), parts.get(EXPERT), copies
+    kept = shard, parts.get(REPLICATE), parts.get(EXPERT), copies, experts
     return MeshGroups(mesh, device_mesh, data, *cut, *kept, no_parts)

@@ -74,8 +74,8 @@ class Strategy(State):
         self.trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
         self.owned = self.model_parallel.owned(self.trainable.items()) if self.model_parallel else set()
-        cuts = self.model_parallel.cuts if self.model_parallel and self.model_parallel.copies else {}
-        self.of_experts = {parameter for name, parameter in named if name in cuts}
+        of_experts = self.model_parallel.of_experts if self.model_parallel else ()
+        self.of_experts = {parameter for name, parameter in named if name in of_experts}
         self.watch = building.watch_over(dict(zip(self.trainable, self.leaves(), strict=True)))
         self.prepare()
         self.optimizer = self.build_optimizer(optimizers.checked(make_optimizer))

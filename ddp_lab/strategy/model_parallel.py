@@ -34,36 +34,51 @@ class Cut:
     Attributes:
         length: Of the whole tensor along `dim`.
         ranges: By rank, (first, end) of each range.
+        then: How the same ranks cut that further, along another dimension: experts, and each of them.
     """
 
     dim: int
     length: int
     ranges: tuple[Ranges, ...]
+    then: "Cut | None" = None
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """What `rank` of tensor parallelism holds, a new tensor."""
-        return torch.cat([whole.narrow(self.dim, first, end - first) for first, end in self.ranges[rank]], self.dim)
+        """What `rank` holds, a new tensor."""
+        own = torch.cat([whole.narrow(self.dim, first, end - first) for first, end in self.ranges[rank]], self.dim)
+        return self.then.part(own, rank) if self.then else own
 
     def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
         """Write what `rank` holds into its place in the whole tensor."""
         lengths = [end - first for first, end in self.ranges[rank]]
         for (first, end), piece in zip(self.ranges[rank], part.split(lengths, self.dim), strict=True):
-            whole.narrow(self.dim, first, end - first).copy_(piece)
+            place = whole.narrow(self.dim, first, end - first)
+            if self.then:
+                self.then.put(place, piece, rank)
+            else:
+                place.copy_(piece)
 
     def whole_shape(self, part: Tensor) -> tuple[int, ...]:
-        shape = list(part.shape)
+        shape = list(self.then.whole_shape(part) if self.then else part.shape)
         shape[self.dim] = self.length
         return tuple(shape)
 
     def part_shape(self, part: Tensor, rank: int) -> tuple[int, ...]:
         """The shape of what `rank` holds. `part`: what any rank holds."""
-        shape = list(part.shape)
+        shape = list(self.then.part_shape(part, rank) if self.then else part.shape)
         shape[self.dim] = sum(end - first for first, end in self.ranges[rank])
         return tuple(shape)
 
     def is_owner(self, rank: int) -> bool:
         """Whether no rank before holds the same."""
-        return self.ranges.index(self.ranges[rank]) == rank
+        return self.owner(rank) == rank
+
+    def owner(self, rank: int) -> int:
+        """The first rank that holds what `rank` does."""
+        return next(other for other in range(rank + 1) if self.held_by(other) == self.held_by(rank))
+
+    def held_by(self, rank: int) -> tuple[Ranges, ...]:
+        """Its ranges along each dimension that is cut."""
+        return (self.ranges[rank], *(self.then.held_by(rank) if self.then else ()))
 
 
 class Pipeline(Protocol):
@@ -120,9 +135,10 @@ class Balance(Protocol):
 @dataclass(frozen=True)
 class ModelParallel:
     """Attributes:
-    group: The ranks that see the same tokens.
+    group: The ranks that see the same tokens. With `copies`, those that hold all parts of the model together.
     everyone: All ranks of the job.
-    cuts: By name of a parameter. All ranks of `tensor` hold the others.
+    cuts: By name of a parameter. All ranks of `tensor` hold the others. A cut over fewer ranks than those of `group`
+        repeats: tp is the innermost dimension.
     tensor: Those of `group` that hold parts of the same layers. Default: all.
     pipeline: Where other ranks of `group` hold other layers.
     aliases: Other names of tensors that the model knows by several, where not all of its modules are on one rank.
@@ -130,8 +146,9 @@ class ModelParallel:
     traffic: What the parts of the model send to each other in a step of so many micro-batches.
     context_size: Over how many ranks tokens are cut. Each makes so many times its part of a loss: on average the loss.
     context_traffic: What these send to each other.
-    copies: Where parameters are cut over ranks that see different samples (`ep`), which are `group` then: the ranks
-        that hold the same part as this one. What is not cut, all ranks that share the work hold.
+    copies: Where parameters are cut over ranks that see different samples (`ep`): those of the ranks that share the
+        work that hold the same of them as this one.
+    of_experts: The names of these parameters. All else, all ranks that share the work hold.
     balance: Of the load of experts.
     """
 
@@ -146,6 +163,7 @@ class ModelParallel:
     context_size: int = 1
     context_traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
     copies: dist.ProcessGroup | None = None
+    of_experts: frozenset[str] = frozenset()
     balance: "Balance | None" = None
 
     def expected_traffic(self, micro_batches: int) -> list[Collective]:
@@ -165,21 +183,15 @@ class ModelParallel:
         """Whose part of the layers this rank holds."""
         return dist.get_rank(self.tensor_group)
 
-    @property
-    def part_group(self) -> dist.ProcessGroup:
-        """The ranks over which parameters are cut."""
-        return self.group if self.copies else self.tensor_group
-
-    @property
-    def part_rank(self) -> int:
-        """Whose part of them this rank holds."""
-        return dist.get_rank(self.part_group)
+    def rank_in(self, cut: Cut) -> int:
+        """Whose part of a parameter this rank holds."""
+        return dist.get_rank(self.group) % len(cut.ranges)
 
     def is_owner(self, name: str) -> bool:
         """Whether this rank speaks for what it holds of a parameter: of each element of the model, one rank of `group`
-        does. With `copies`, every rank does, with others that hold the same."""
+        does. With `copies`, others do too that hold the same and see other samples."""
         cut = self.cuts.get(name)
-        return cut.is_owner(self.part_rank) if cut else self.tensor_rank == 0
+        return cut.is_owner(self.rank_in(cut)) if cut else self.tensor_rank == 0
 
     def owned(self, named: Iterable[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
         """Those that this rank speaks for."""
@@ -196,7 +208,8 @@ class ModelParallel:
 
     def _own_shape(self, name: str, own: Tensor) -> tuple[int, ...]:
         """Torch's own classes give the whole shape of what is cut, too."""
-        return self.cuts[name].part_shape(own, self.part_rank) if name in self.cuts else tuple(own.shape)
+        cut = self.cuts.get(name)
+        return cut.part_shape(own, self.rank_in(cut)) if cut else tuple(own.shape)
 
     def _whole_shape(self, name: str, part: Tensor) -> tuple[int, ...]:
         return self.cuts[name].whole_shape(part) if name in self.cuts else tuple(part.shape)
@@ -213,7 +226,7 @@ class ModelParallel:
             parts: What this rank holds, on CPU, by name.
         """
         rank = dist.get_rank(self.group)
-        sent = {n: part.contiguous() for n, part in parts.items() if rank and (n in self.cuts or self.part_rank == 0)}
+        sent = {name: part.contiguous() for name, part in parts.items() if rank and self._is_sent(name, rank)}
         forms = self._told_by_all({name: (tuple(part.shape), part.dtype) for name, part in sent.items()})
         for part in sent.values():
             dist.send(part, group=self.group, group_dst=0)
@@ -236,11 +249,14 @@ class ModelParallel:
             return
         if name not in wholes:
             wholes[name] = part.new_empty(self.cuts[name].whole_shape(part))
-        self.cuts[name].put(wholes[name], part, self._part_rank_of(rank))
+        self.cuts[name].put(wholes[name], part, rank % len(self.cuts[name].ranges))
 
-    def _part_rank_of(self, rank: int) -> int:
-        """tp is the innermost dimension."""
-        return rank % dist.get_world_size(self.part_group)
+    def _is_sent(self, name: str, rank: int) -> bool:
+        """Whether `rank` of `group` has something of a parameter or a buffer that none before has."""
+        cut = self.cuts.get(name)
+        if self.copies:
+            return rank < (len(cut.ranges) if cut else 1)
+        return cut is not None or self.tensor_rank == 0
 
     def scattered(self, wholes: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
         """What each rank holds of rank 0's `wholes`, on CPU in their dtypes; the others' are not read. Collective."""
@@ -251,7 +267,7 @@ class ModelParallel:
         for receiver, (of_receiver, _) in enumerate(told) if rank == 0 else ():
             for name in of_receiver:
                 cut, whole = self.cuts.get(name), wholes[name].cpu()
-                part = (cut.part(whole, self._part_rank_of(receiver)) if cut else whole).contiguous()
+                part = (cut.part(whole, receiver % len(cut.ranges)) if cut else whole).contiguous()
                 if receiver == 0:
                     parts[name] = part
                 else:

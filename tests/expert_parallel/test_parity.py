@@ -36,9 +36,9 @@ def train(mesh: str, choice: str, model: str, steps: list[Split], options: dict[
         seen = routes(strategy.module)
         result = trained(strategy, model, steps, clip=0.5)
         result["routes"] = seen[: len(seen) // len(steps)]
-        of_experts = {n for n, p in strategy.module.named_parameters() if p in strategy.of_experts}
+        cut = strategy.model_parallel.cuts if strategy.model_parallel else {}
         kept = {} if "parameters" in strategy.shards else dict(strategy.module.named_parameters())
-        result["own_state"] = {name: one for name, one in kept.items() if name not in of_experts}
+        result["own_state"] = {name: one for name, one in kept.items() if name not in cut}
         with torch.no_grad():
             result["own_loss"] = strategy(**make_batch(model, 4, 7)).loss.item()
         strategy.module.train()
@@ -69,9 +69,9 @@ def train_in(mesh: str, choice: str, model: str, steps: list[Split], options: di
 
 
 def check(ranks: RankPool, mesh: str, choice: str, model: str, steps: list[Split], options: dict[str, Any]) -> None:
-    size, uneven = Mesh.parse(mesh).size, steps is UNEVEN
-    steps = [split[:size] for split in steps]
-    results = ranks.run(size, train, mesh, choice, model, steps, options)
+    of, uneven = Mesh.parse(mesh), steps is UNEVEN
+    steps = [split[: of.data_size] for split in steps]
+    results = ranks.run(of.size, train, mesh, choice, model, steps, options)
     expected = oracle(model, steps, "sgd", 0.5)
     assert_parity(results, expected, TOLERANCE["sgd"])
     module = build(model)
@@ -79,8 +79,9 @@ def check(ranks: RankPool, mesh: str, choice: str, model: str, steps: list[Split
     module(**joined(global_batch(model, steps[0], 0)))
     if not uneven:
         for layer, wanted in enumerate(seen):
-            own = [result["routes"][layer] for result in results]
-            assert torch.equal(torch.cat(own), wanted), "tokens go to other experts than in one process"
+            for tensor_rank in range(of.model_size):
+                own = [result["routes"][layer] for result in results[tensor_rank :: of.model_size]]
+                assert torch.equal(torch.cat(own), wanted), "tokens go to other experts than in one process"
     load = [torch.bincount(of_layer.flatten()).tolist() for of_layer in seen]
     assert all(result["load"] == [[*of_layer, 0] for of_layer in load] for result in results)
     module.load_state_dict(expected["state"])
@@ -104,6 +105,13 @@ def check(ranks: RankPool, mesh: str, choice: str, model: str, steps: list[Split
         ("dp=2,ep=2", "zero3", "lm, mixtral", ONE_EACH, {}),
         ("dp=2,ep=2", "zero3", "lm, mixtral, no term", UNEVEN, {"activation_checkpointing": "block"}),
         ("dp=2,ep=2", "zero3", "lm, mixtral", UNEVEN, {}),
+        ("ep=2,tp=2", "simple_ddp", "lm, mixtral", ONE_EACH, {}),
+        ("ep=2,tp=2", "tp", "lm, mixtral", UNEVEN, {"bucket_cap_mb": 0.01}),
+        ("ep=2,tp=2", "zero1", "lm, qwen3", UNEVEN, {"activation_checkpointing": "block"}),
+        ("ep=2,tp=2", "zero2", "lm, mixtral", UNEVEN, {"activation_checkpointing": "selective"}),
+        ("ep=2,tp=2", "zero3", "lm, qwen", ONE_EACH, {}),
+        ("dp=2,ep=1,tp=2", "zero3", "lm, mixtral", UNEVEN, {}),
+        ("ep=2", "zero2", "lm, qwen3", ONE_EACH, {}),
     ],
 )
 def test_experts_over_ranks(
@@ -163,8 +171,9 @@ def test_models_that_are_refused(ranks: RankPool, mesh: str, choice: str, model:
 @each_row(
     "settings, message",
     [
-        ({"mesh": "ep=2,tp=2"}, "ep goes with dp alone so far"),
-        ({"mesh": "shard=2,ep=2"}, "ep goes with dp alone so far"),
+        ({"mesh": "ep=2,pp=2"}, "ep goes with dp and tp alone so far"),
+        ({"mesh": "shard=2,ep=2"}, "ep goes with dp and tp alone so far"),
+        ({"mesh": "ep=2,tp=2", "sequence_parallel": True}, "must be without ep, whose routers see all tokens"),
         ({"mesh": "ep=2", "compress": "int8"}, "must be without ep, or without --compile, --compress"),
         ({"mesh": "ep=2", "loss_chunks": 2}, "must be without ep"),
         ({"mesh": "dp=2", "capacity_factor": 1.0}, "must be with --mesh and ep"),

@@ -31,6 +31,9 @@ def one_step(mesh: str, choice: str, model: str, micro_batches: int, options: di
         ("dp=2,ep=2", "zero3", "lm, mixtral", 2, {"activation_checkpointing": "block"}),
         ("dp=2,ep=2", "zero1", "lm, mixtral, no term", 2, {}),
         ("dp=2,ep=2", "tp", "lm, mixtral, no term", 2, {"bucket_cap_mb": 0.01}),
+        ("ep=2,tp=2", "simple_ddp", "lm, mixtral", 2, {"precision": "bf16"}),
+        ("ep=2,tp=2", "zero3", "lm, qwen3", 1, {"activation_checkpointing": "selective"}),
+        ("ep=2,tp=2", "zero2", "lm, qwen", 2, {"activation_checkpointing": "block"}),
     ],
 )
 def test_announced_is_issued(

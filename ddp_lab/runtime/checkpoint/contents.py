@@ -14,7 +14,7 @@ from ddp_lab.runtime.checkpoint.manifest import MANIFEST, Manifest
 from ddp_lab.runtime.checkpoint.parts import fits, part_key
 from ddp_lab.runtime.checkpoint.random_states import CUDA, TEXTS, TORCH, stored_for
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import DATA, TENSOR, Mesh
+from ddp_lab.runtime.mesh import DATA, EXPERT, TENSOR, Mesh
 from ddp_lab.strategy.ranges import cover
 
 DESCRIBED = ("parameter", "buffer")
@@ -87,8 +87,9 @@ def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for name, cut in manifest.cuts.items():
         if name not in manifest.parameters or not fits(cut, tuple(manifest.parameters[name].shape)):
             yield "cuts", f"{name!r} is cut otherwise than its shape allows"
-        if len(cut.ranges) != mesh.degree(TENSOR):
-            yield "cuts", f"{name!r} is cut over {len(cut.ranges)} ranks instead of {mesh.degree(TENSOR)}"
+        tensor = mesh.degree(TENSOR)
+        if len(cut.ranges) not in (tensor, tensor * mesh.degree(EXPERT)):
+            yield "cuts", f"{name!r} is cut over {len(cut.ranges)} ranks instead of {tensor}"
 
 
 def _expected(manifest: Manifest) -> Iterator[tuple[str, tuple[int, str]]]:
@@ -101,11 +102,8 @@ def _expected(manifest: Manifest) -> Iterator[tuple[str, tuple[int, str]]]:
     for name, info in manifest.parameters.items():
         cut = manifest.cuts.get(name)
         for rank in filter(cut.is_owner, range(len(cut.ranges))) if cut else (0,):
-            shape = list(info.shape)
-            if cut:
-                shape[cut.dim] = sum(end - first for first, end in cut.ranges[rank])
-            key = part_key(name, cut, rank)
-            lengths[key] = prod(shape)
+            key, whole = part_key(name, cut, rank), torch.empty(info.shape, dtype=torch.float32, device="meta")
+            lengths[key] = prod(cut.part_shape(whole, rank) if cut else info.shape)
             yield f"parameter/{key}", (lengths[key], info.dtype)
     for name, info in manifest.buffers.items():
         yield f"buffer/{name}", (prod(info.shape), info.dtype)

@@ -2,11 +2,12 @@
 a rank gets its part of a parameter that is stored whole, or cut in another way.
 
 The elements of a part are counted like those of a parameter that is whole. `<name>@<rank>` is the part of that rank of
-tensor or expert parallelism. Ranks may hold the same part: then the first of them saves it. Rank 0 of tensor
+those over which the parameter is cut. Ranks may hold the same part: then the first of them saves it. Rank 0 of tensor
 parallelism saves what is not cut.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -24,7 +25,6 @@ class OwnParts:
     """What this rank holds of the parameters of a strategy.
 
     Attributes:
-        rank: The number of this rank among those that hold parts of the same layers or experts.
         cuts: By name of a parameter; tied ones once.
         shapes: Of the whole parameters, by name.
     """
@@ -32,7 +32,6 @@ class OwnParts:
     def __init__(self, strategy: Strategy) -> None:
         parallel = self._parallel = strategy.model_parallel
         named = dict(strategy.module.named_parameters())
-        self.rank = parallel.part_rank if parallel else 0
         cuts = parallel.cuts if parallel else {}
         self.cuts = {name: cuts[name] for name in named if name in cuts}
         self.shapes = {n: self.cuts[n].whole_shape(p) if n in self.cuts else tuple(p.shape) for n, p in named.items()}
@@ -43,8 +42,16 @@ class OwnParts:
 
     def owner(self, name: str) -> int:
         """The rank that saves what this one holds of a parameter."""
-        cut = self.cuts.get(name)
-        return cut.ranges.index(cut.ranges[self.rank]) if cut else 0
+        return self.cuts[name].owner(self.rank(name)) if name in self.cuts else 0
+
+    def rank(self, name: str) -> int:
+        """The number of this rank among those over which a parameter is cut."""
+        return self._parallel.rank_in(self.cuts[name]) if self._parallel and name in self.cuts else 0
+
+    @property
+    def tensor_rank(self) -> int:
+        """Whose part of the layers this rank holds."""
+        return self._parallel.tensor_rank if self._parallel else 0
 
     def is_saved_here(self, name: str) -> bool:
         return self._parallel is None or self._parallel.is_owner(name)
@@ -93,7 +100,7 @@ class StoredParts:
         if own == stored:
             return self._files.read(f"{kind}/{self._own.key(name)}", start, end)
         whole = read_whole(self._files, f"{kind}/{name}", self._own.shapes[name], stored)
-        part = own.part(whole, self._own.rank) if own else whole
+        part = own.part(whole, self._own.rank(name)) if own else whole
         return part.reshape(-1)[start:end]
 
 
@@ -130,4 +137,13 @@ def fits(cut: Cut, shape: tuple[int, ...]) -> bool:
         cover(ranges, 0, cut.length)
     except ValueError:
         return False
-    return True
+    return cut.then is None or _fits_in_each(cut, cut.then, shape)
+
+
+def _fits_in_each(outer: Cut, inner: Cut, shape: tuple[int, ...]) -> bool:
+    """Whether, of each part of `outer`, the ranks that hold some of it hold all of it."""
+    if inner.dim == outer.dim or len(inner.ranges) != len(outer.ranges):
+        return False
+    ranks = range(len(outer.ranges))
+    together = [tuple(inner.ranges[r] for r in ranks if outer.ranges[r] == part) for part in set(outer.ranges)]
+    return all(fits(replace(inner, ranges=of_part), shape) for of_part in together)

@@ -85,11 +85,9 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
         for name, value in strategy.updating_optimizer.state.get(piece.tensor, {}).items():
             if is_elementwise(name, value, piece.tensor):
                 tensors[f"optimizer/{name}/{key}"] = flat(strategy, value)[start:end]
-            elif piece.start + start == 0 and not (
-                parts.rank and piece.name in parts.cuts
-            ):  # the same on every rank that holds some of the parameter
+            elif piece.start + start == 0 and parts.rank(piece.name) == 0:  # the same for all parts of the parameter
                 tensors[f"optimizer_count/{name}/{piece.name}/0"] = value.detach().view(1)
-    if strategy.group_rank == parts.rank == 0:  # of each stage
+    if strategy.group_rank == parts.tensor_rank == 0:  # of each stage
         buffers = persistent_buffers(strategy.module)
         tensors |= {f"buffer/{name}/0": buffer.detach().reshape(-1) for name, buffer in buffers.items()}
     if dist.get_rank(strategy.everyone) == 0 and strategy.scaler is not None:

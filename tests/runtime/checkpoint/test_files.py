@@ -43,6 +43,7 @@ from ddp_lab.runtime.checkpoint.origin import complete, find_origin, newest_comp
 from ddp_lab.runtime.checkpoint.saver import Saver
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.model_parallel import Cut
 from ddp_lab.strategy.ranges import cover, share
 from tests.checkpoints import here
 from tests.ranks import RankPool
@@ -153,6 +154,19 @@ def problem_in(path: Path) -> str:
         assert "\n" not in str(error)
         return str(error)
     return ""
+
+
+def test_experts_are_parts(tmp_path: Path) -> None:
+    """A checkpoint of a mesh with ep is whole, and one that is cut over other ranks than its mesh has is not."""
+    cut, files = Cut(0, 2, (((0, 1),), ((1, 2),))), {}
+    for rank in range(2):
+        tensors = {f"parameter/weight@{rank}/0": torch.zeros(3)} | RANDOM
+        files[file_name(rank)] = write_tensors(tmp_path / file_name(rank), tensors, TEXTS)
+    known = {"files": files, "cuts": {"weight": cut}, "parameters": {"weight": TensorInfo([2, 3], "float32", True)}}
+    write_manifest(tmp_path, manifest(3, **known, config={"mesh": "ep=2"}))
+    assert problem_in(tmp_path) == ""
+    write_manifest(tmp_path, manifest(3, **known, config={"mesh": "dp=2"}))
+    assert "is cut over 2 ranks" in problem_in(tmp_path)
 
 
 def test_any_byte_missing_or_altered(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ OVER_LAYERS = ["zero3 on tp=2", "zero3 on shard=2,tp=2", "one rank", "tp=4, whos
 OVER_LAYERS += ["zero1 on dp=2,tp=2"]
 OVER_STAGES = ["pp=4", "one rank", "zero3 on dp=2,pp=2", "zero3 on tp=2", "two stages a rank", "plain"]
 OVER_STAGES += ["zero1 on pp=2,tp=2", "zero2 on dp=2,pp=2", "another split"]
-OVER_EXPERTS = ["zero3 on dp=2,ep=2", "one rank", "zero1 on ep=4"]
+OVER_EXPERTS = ["zero3 on dp=2,ep=2", "one rank", "zero1 on ep=4", "zero2 on ep=2,tp=2", "zero3 on dp=2,ep=2"]
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

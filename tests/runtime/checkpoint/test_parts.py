@@ -1,5 +1,6 @@
 """How parts of parameters are stored and found again, without ranks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts
+from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts, fits
 from ddp_lab.strategy.model_parallel import Cut
 
 SHAPE = (12, 5)
@@ -17,6 +18,8 @@ FUSED = Cut(0, 12, (((0, 2), (6, 9)), ((2, 6), (9, 12))))
 """As queries and keys that are one tensor."""
 SHARED = Cut(0, 12, (((0, 6),), ((0, 6),), ((6, 12),), ((6, 12),)))
 COLUMNS = Cut(1, 5, (((0, 2),), ((2, 3),), ((3, 5),)))
+BLOCKS = Cut(0, 12, (((0, 5),),) * 2 + (((5, 12),),) * 2, Cut(1, 5, (((0, 2),), ((2, 5),)) * 2))
+"""As experts, each of which is cut too."""
 
 
 def own_parts(cut: Cut | None, rank: int) -> OwnParts:
@@ -25,7 +28,8 @@ def own_parts(cut: Cut | None, rank: int) -> OwnParts:
     module.weight = torch.nn.Parameter(cut.part(whole, rank) if cut else whole)
     parallel = None
     if cut:
-        parallel = SimpleNamespace(part_rank=rank, cuts={"weight": cut}, is_owner=lambda name: cut.is_owner(rank))
+        place = {"rank_in": lambda cut: rank, "tensor_rank": rank, "is_owner": lambda name: cut.is_owner(rank)}
+        parallel = SimpleNamespace(cuts={"weight": cut}, **place)
     strategy: Any = SimpleNamespace(module=module, model_parallel=parallel)
     return OwnParts(strategy)
 
@@ -47,7 +51,7 @@ class Files:
         return self._stored[key][start:end]
 
 
-CUTS = [None, HALVES, FUSED, SHARED, COLUMNS]
+CUTS = [None, HALVES, FUSED, SHARED, COLUMNS, BLOCKS]
 
 
 @given(st.sampled_from(CUTS), st.sampled_from(CUTS), st.data())
@@ -64,3 +68,12 @@ def test_any_part_is_put_together_from_any_others(stored: Cut | None, wanted: Cu
     if stored == wanted:
         (read,) = files.read_keys
         assert read.endswith(f" {start}-{end}"), "nothing more is read"
+
+
+def test_parts_that_lack_something_do_not_fit() -> None:
+    assert all(fits(cut, SHAPE) for cut in CUTS if cut) and BLOCKS.then
+    lacking = replace(BLOCKS.then, ranges=(((0, 2),), ((2, 5),), ((0, 2),), ((0, 5),)))
+    assert fits(replace(BLOCKS, then=lacking), SHAPE), "some of it twice is no harm"
+    for ranges in ((((0, 2),), ((2, 5),), ((0, 2),), ((0, 2),)), BLOCKS.then.ranges[:3]):
+        assert not fits(replace(BLOCKS, then=replace(lacking, ranges=ranges)), SHAPE)
+    assert not fits(replace(BLOCKS, then=replace(HALVES, ranges=HALVES.ranges * 2)), SHAPE), "of the same dimension"
