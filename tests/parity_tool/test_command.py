@@ -108,7 +108,7 @@ def test_strategies_agree(name: str, tmp_path: Path) -> None:
     agrees(STRATEGIES[name], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MORE)
 def test_more_strategies_agree(name: str, tmp_path: Path) -> None:
     agrees(MORE[name], tmp_path)
