@@ -81,7 +81,7 @@ class Quantity:
     @property
     def digits(self) -> float:
         """To how many digits it agrees."""
-        return float(-np.log10(max(self.worst, 1e-16))) if np.isfinite(self.worst) else 0.0
+        return max(0.0, float(-np.log10(max(self.worst, 1e-16)))) if np.isfinite(self.worst) else 0.0
 
     @property
     def one_factor(self) -> float | None:

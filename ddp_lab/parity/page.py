@@ -8,8 +8,10 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from ddp_lab.analysis.files import write_text
 from ddp_lab.parity.answer import Answer, named
 from ddp_lab.parity.comparison import Comparison, Quantity
+from ddp_lab.parity.store import PARAMETER
 
 MOST_ROWS, MOST_DIGITS = 40, 16
+KINDS = {PARAMETER: "update"}
 WAYS = {"equal": "each rank's with run A's", "sum": "the sum over ranks", "parts": "moments of parts, added up"}
 
 
@@ -45,7 +47,7 @@ def summary(step: int, kind: str, quantities: list[Quantity]) -> dict[str, objec
     least = min(quantities, key=lambda one: one.digits)
     return {
         "step": step,
-        "kind": kind,
+        "kind": KINDS.get(kind, kind),
         "count": len(quantities),
         "digits": f"{least.digits:.1f}",
         "name": least.name or "the whole model",
@@ -57,7 +59,7 @@ def row(one: Quantity) -> dict[str, object]:
     factors = [f"{rank}, {micro}: {factor:.4g}" for (rank, micro), factor in one.factor.items() if rank >= 0]
     return {
         "step": one.step,
-        "kind": one.kind,
+        "kind": KINDS.get(one.kind, one.kind),
         "name": one.name or "the whole model",
         "error": f"{one.worst:.3g}",
         "limit": f"{one.limit:.3g}",

@@ -95,11 +95,17 @@ class Recorded:
         return max(len(facts["keys"]) for facts in self.facts[self.steps[0]])
 
     def table(self, step: int) -> pd.DataFrame:
-        """All quantities of a step, of all ranks, in the order in which rank 0 came to them."""
-        tables = [
-            pd.read_parquet(path).assign(rank=rank)
-            for rank, path in enumerate(sorted(self.folder.glob(f"step_{step:05d}.rank_*.parquet")))
-        ]
+        """All quantities of a step, of all ranks, in the order in which rank 0 came to them.
+
+        Raises:
+            UserError: a file is damaged.
+        """
+        tables = []
+        for rank, path in enumerate(sorted(self.folder.glob(f"step_{step:05d}.rank_*.parquet"))):
+            try:
+                tables.append(pd.read_parquet(path).assign(rank=rank))
+            except (OSError, ValueError):  # pyarrow's errors are of these
+                raise UserError(f"{path}: is damaged; record the run again") from None
         return pd.concat([table for table in tables if len(table)], ignore_index=True)
 
 

@@ -29,6 +29,10 @@ def test_recorded_runs(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFi
     assert page.count("<circle") > 40
     assert main([runs[0], runs[2], "--output-dir", str(tmp_path)]) == 0
     assert "first difference: none" in capsys.readouterr().out
+    (tmp_path / "b" / "step_00001.rank_00001.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(SystemExit):
+        main([*runs[:2], "--output-dir", str(tmp_path)])
+    assert "step_00001.rank_00001.parquet: is damaged; record the run again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
