@@ -322,6 +322,16 @@ def gpt2_lm(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     )
 
 
+def qwen2_lm(window: int | None = None) -> nn.Module:
+    """A Qwen2 with biases of queries, keys and values alone; with `window`, tokens see so many in its second layer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 41}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "use_cache": False, "initializer_range": 0.1}
+    seen = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 1}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **seen))
+
+
 MIXTURE = {
     "hidden_size": 24,
     "num_hidden_layers": 2,
@@ -433,6 +443,8 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "lm, even, tied": partial(llama_lm, 2, True, 32),
         "lm, gpt2, dropout": partial(gpt2_lm, 0.3),
         "lm, gpt2, padded": gpt2_lm,
+        "lm, qwen2": qwen2_lm,
+        "lm, qwen2, window": partial(qwen2_lm, 4),
         "lm, gqa, documents": partial(llama_lm, 2, tied=True),
         "lm, long": partial(llama_lm, 12, layers=8),
         "lm, long, tied": partial(llama_lm, 2, True, layers=8),

@@ -72,6 +72,8 @@ def check(ranks: RankPool, mesh: str, choice: str, model: str, options: dict[str
         ("cp=2", "zero1", "lm, gqa, documents", PYTORCH | {"activation_checkpointing": "block"}),
         ("cp=3", "zero3", "lm, llama", PYTORCH),
         ("dp=2,cp=2", "tp", "lm, gpt2, padded", PYTORCH),
+        ("cp=2", "zero1", "lm, qwen2", {}),
+        ("cp=3", "simple_ddp", "lm, qwen2", ULYSSES),
     ],
 )
 def test_tokens_over_ranks(ranks: RankPool, mesh: str, choice: str, model: str, options: dict[str, Any]) -> None:
@@ -80,7 +82,8 @@ def test_tokens_over_ranks(ranks: RankPool, mesh: str, choice: str, model: str, 
 
 def refused(model: str, options: dict[str, Any]) -> str:
     try:
-        with strategy_in_pipeline("cp=2", "tp", model, **options):
+        with strategy_in_pipeline("cp=2", "tp", model, **options) as strategy:
+            strategy.forward_backward([make_batch(model, 2, 0)])
             return ""
     except UserError as error:
         return str(error)
@@ -94,6 +97,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
         (2, "lm, gpt2, dropout", {}, "no ring draws dropout within attention"),
         (2, "lm, gpt2, dropout", ULYSSES, ""),
         (2, "lm, gpt2, dropout", PYTORCH, "no ring draws dropout within attention"),
+        (2, "lm, qwen2, window", {}, "Qwen2Attention uses sliding_window, which no ring does here"),
     ],
 )
 def test_what_is_refused(ranks: RankPool, ranks_of_cp: int, model: str, options: dict[str, Any], message: str) -> None:

@@ -63,6 +63,7 @@ IN_STAGES["precision"] = "fp16"
     ("mesh", "behind", "changes"),
     [
         ("dp=2,tp=2", "dp2-tp2", {}),
+        ("dp=2,cp=2", "dp2-cp2-ulysses", {"context_parallel": "ulysses"}),
         pytest.param("dp=2,pp=2", "dp2-pp2-interleaved2", IN_STAGES, marks=pytest.mark.slow),
     ],
 )
