@@ -97,21 +97,6 @@ def faster(case: Case, choice: str, recorded: bool) -> Iterator[Variant]:
             yield Variant(f"--activation-checkpointing {blocks}", replace(case, config=other), choice)
 
 
-def compiled(case: Case, choice: str) -> Iterator[Variant]:
-    """The same with fused operators, of which a GPU's times are known; without what computes single operators again."""
-    config, level = case.config, case.config.strategy.activation_checkpointing
-    if case.cluster.device.kind != "cuda" or config.strategy.compile_backend:
-        return
-    costs = costs_of(case.cluster, config.strategy.precision, contention=case.costs.contention, compiles=True)
-    for blocks in (level,) if level in (NONE, BLOCK) else (NONE, BLOCK):
-        words = "--compile" + (f" and --activation-checkpointing {blocks}" if blocks != level else "")
-        try:
-            other = config.but(compile=True, activation_checkpointing=blocks)
-        except UserError:  # not on this mesh
-            return
-        yield Variant(words, replace(case, config=other, costs=costs), choice)
-
-
 def what_fits(nearest: Row, tried: list[Variant], found: list[Outcome]) -> str:
     """Which of the variants that were tried have room for the choice that comes nearest."""
     fitting = [

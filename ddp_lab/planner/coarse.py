@@ -5,7 +5,7 @@ compute, and a pipeline adds the bubble of its schedule, which is known on paper
 is at least the compute of a mesh without a pipeline and with the same `tp`, stretched by the bubble.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ddp_lab.planner.accounting import PRECISIONS, STAGES, state_bytes
 from ddp_lab.planner.plan import Case, Outcome, Task
@@ -33,20 +33,26 @@ def that_may_fit(tasks: Sequence[Task]) -> tuple[list[Task], list[str]]:
 
 
 def least_bytes(case: Case, choice: str, elements: int) -> float:
-    """What parameters, gradients and Adam's states of one rank take at least. 0 where they are cast or offloaded.
+    """What `least_states` are together."""
+    return sum(least_states(case, choice, elements).values())
+
+
+def least_states(case: Case, choice: str, elements: int) -> Mapping[str, float]:
+    """Bytes that parameters, gradients and Adam's states of one rank take at least. Nothing where they are cast or
+    offloaded.
 
     Args:
         elements: Of the model.
     """
     strategy, mesh = case.config.strategy, case.mesh
     if strategy.param_dtype or strategy.master_dtype or strategy.offload:
-        return 0.0
+        return {}
     cut = tensor_ranks(mesh) * stages(case)
     shards = mesh.degree(SHARD) if mesh and SHARD in mesh.degrees else case.cluster.world_size // cut
     other = "zero3" if "fsdp" in choice else "replicated"
     stage = next((stage for stage in STAGES if choice.endswith(stage)), other)
     precision = strategy.precision if strategy.precision in PRECISIONS else "fp32"
-    return sum(state_bytes(elements / cut, shards, stage, precision).values())
+    return state_bytes(elements / cut, shards, stage, precision)
 
 
 def worth_simulating(

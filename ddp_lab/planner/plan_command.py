@@ -36,7 +36,7 @@ WITH_DIMENSION = {
     PIPELINE: ("pipeline_schedule", "stages_per_rank", "pipeline_split"),
 }
 """Settings that go with one dimension of a mesh alone."""
-SETTINGS = ("micro_batch_size", "grad_accum_steps", "activation_checkpointing")
+SETTINGS = ("micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile")
 """Columns of what the headline names, where it is the same in all rows."""
 FULL = 4
 """A pipeline has up to so many micro-batches a stage by default, so that the bubble is a small part of the step."""
@@ -177,7 +177,7 @@ def printed(frame: pd.DataFrame) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in (name for name in PLAN_COLUMNS if name in shown):
         label, unit, *_ = cells[name]
-        is_text = name in ("choice", "mesh", "activation_checkpointing", "fits")
+        is_text = name in ("choice", "mesh", "activation_checkpointing", "compile", "fits")
         table.add_column(f"{label}\n{unit}", justify="left" if is_text else "right", no_wrap=True)
     for texts in zip(*(cells[name][2:] for name in PLAN_COLUMNS if name in shown), strict=True):
         table.add_row(*texts)

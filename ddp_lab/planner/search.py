@@ -1,26 +1,26 @@
-"""The fastest settings of a fixed global batch that fit: choice, mesh, micro-batch, recomputation.
+"""The fastest settings of a fixed global batch that fit: choice, mesh, micro-batch, recomputation, compiled blocks.
 
 Best first, with a bound. A smaller micro-batch and more recomputation hold less and take longer. So a choice on a mesh
 begins with its whole batch in one micro-batch and nothing computed again, which nothing leaner can beat, and is made
-leaner one change at a time, while what it has reached promises more than `WORTH` of the best that fits. What formulas
-say cannot fit is never simulated.
+leaner one change at a time, while what it has reached promises more than `WORTH` of the best that fits. A compiled step
+holds what an eager one holds and takes less, so an eager one is looked for only where blocks cannot be compiled.
+
+What cannot fit is not simulated: states by formulas, and activations by what a sample took in settings that have the
+same layers on a rank.
 """
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from ddp_lab.planner.choices import choices
-from ddp_lab.planner.coarse import least_bytes
+from ddp_lab.planner.coarse import LEAST, least_bytes, least_states, tensor_ranks
 from ddp_lab.planner.contracts import Simulated
 from ddp_lab.planner.plan import Case, Outcome, Task
 from ddp_lab.planner.report.recommendation import TIGHT
-from ddp_lab.runtime.errors import UserError
-from ddp_lab.strategy.recompute.setting import NONE, OP, SELECTIVE
+from ddp_lab.planner.ways import Ways
 
-LEVELS = (NONE, SELECTIVE, OP, "block")
-"""Recomputation, from the fastest and largest to the slowest and smallest."""
 REPLICATED, SHARDED = ("bucket_ddp_async", "tp"), ("zero1", "zero2", "zero3")
 SEARCHED = (*REPLICATED, *SHARDED)
 """Choices of a search that names none."""
@@ -28,6 +28,8 @@ WORTH = 0.9
 """Settings that are slower than this share of the best are not looked for."""
 MOST = 150
 """Simulations of a search."""
+SURE = 0.9
+"""Of the activations that a sample took elsewhere: so many it takes here at least."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Found:
         return self.simulated is not None and self.simulated.memory.peak_bytes <= (1 - free) * usable
 
 
-def roots(cases: Sequence[Case], wanted: Sequence[str], levels: Sequence[str]) -> Iterator[Task]:
-    """Where a search begins: each choice on each mesh with the largest micro-batch and the first of the levels. With a
+def roots(cases: Sequence[Case], wanted: Sequence[str], ways: Ways) -> Iterator[Task]:
+    """Where a search begins: each choice on each mesh with the largest micro-batch in the fastest way. With a
     pipeline, whose bubble grows with the micro-batch, each micro-batch.
 
     Args:
@@ -74,79 +76,135 @@ def roots(cases: Sequence[Case], wanted: Sequence[str], levels: Sequence[str]) -
             ):
                 continue
             for each in steps:
-                yield with_settings(case, each, levels[0]), name
+                for chain in ways.of(case, each)[:1]:
+                    yield chain[0], name
 
 
-def with_settings(case: Case, steps: int, level: str) -> Case:
-    return replace(case, config=case.config.but(grad_accum_steps=steps, activation_checkpointing=level))
+@dataclass
+class Search:
+    """A search, and what it has learned from settings that have the same layers on a rank (`alike`).
 
-
-def leaner(found: Found, levels: Sequence[str], any_steps: bool) -> Iterator[Task]:
-    """What holds less, one change away: the next level, and the next smaller micro-batch that may fit.
-
-    Of what does not fit, activations of a smaller micro-batch are at least its share of these, so that sizes with which
-    these alone are too many are left out.
-    """
-    case, choice = found.case, found.outcome.choice
-    config, micro = case.config, case.micro_batch_size
-    for level in levels[levels.index(config.strategy.activation_checkpointing) + 1 :]:
-        try:
-            yield with_settings(case, config.grad_accum_steps, level), choice
-            break
-        except UserError:  # it does not go with another setting
-            continue
-    if not any_steps or config.has_stages or found.simulated is None:
-        return
-    memory = found.simulated.memory
-    activations = memory.at_peak.get("activations", 0)
-    for smaller in (size for size in range(micro - 1, 0, -1) if micro % size == 0):
-        if found.fits() or memory.peak_bytes - activations * (1 - smaller / micro) <= case.usable_bytes:
-            yield (
-                with_settings(
-                    case, config.grad_accum_steps * micro // smaller, config.strategy.activation_checkpointing
-                ),
-                choice,
-            )
-            return
-
-
-def search(
-    begin: Sequence[Task],
-    simulate: Callable[[Sequence[Task]], Iterable[Outcome]],
-    levels: Sequence[str],
-    any_steps: bool,
-    at_once: int,
-) -> Iterator[Found]:
-    """What was simulated, as it is found.
-
-    Args:
-        simulate: Gives the outcomes of so many tasks, in their order.
+    Attributes:
         any_steps: Accumulation may be chosen.
-        at_once: Simulations that run side by side.
+        taken: Bytes of the activations of a sample, in the largest micro-batch so far.
+        computed: Seconds that a rank computed in a step, at least.
     """
-    order = count()
-    queue = [(-float("inf"), next(order), task) for task in begin]
-    seen = {keyed(task) for task in begin}
-    best, done = 0.0, 0
-    while queue and done < MOST:
-        bounds, tasks = list[float](), list[Task]()
-        while queue and len(tasks) < at_once and -queue[0][0] > WORTH * best:
-            bound, _, task = heapq.heappop(queue)
-            bounds.append(bound)
-            tasks.append(task)
-        if not tasks:
+
+    ways: Ways
+    any_steps: bool
+    elements: int
+    taken: dict[object, tuple[int, float]] = field(default_factory=dict)
+    computed: dict[object, float] = field(default_factory=dict)
+
+    def learn(self, found: Found) -> None:
+        case, key = found.case, alike(found.case)
+        micro, simulated = case.micro_batch_size, found.simulated
+        if simulated is None or case.config.has_stages:
             return
-        for bound, (case, _), outcome in zip(bounds, tasks, simulate(tasks), strict=True):
-            found, done = Found(case, outcome), done + 1
-            yield found
-            if found.fits(TIGHT):
-                best = max(best, found.samples_per_second)
-            for task in leaner(found, levels, any_steps):
-                if keyed(task) not in seen:
-                    seen.add(keyed(task))
-                    heapq.heappush(queue, (-found.samples_per_second if found.simulated else bound, next(order), task))
+        if micro >= self.taken.get(key, (0, 0.0))[0]:
+            self.taken[key] = micro, simulated.memory.at_peak.get("activations", 0) / micro
+            in_this_way = (key, case.config.strategy.compile)
+            self.computed[in_this_way] = min(simulated.compute_s, self.computed.get(in_this_way, float("inf")))
+
+    def promise(self, case: Case) -> float:
+        """Samples a second that a rank computes at most."""
+        least_s = LEAST * self.computed.get((alike(case), case.config.strategy.compile), 0.0)
+        return case.config.global_batch_size / least_s if least_s else float("inf")
+
+    def may_fit(self, case: Case, choice: str) -> bool:
+        """Whether there may be room for states and activations. Gradients of the first micro-batch come when
+        activations go."""
+        states = dict(least_states(case, choice, self.elements))
+        if case.config.grad_accum_steps == 1:
+            states.pop("gradients", None)
+        of_a_sample = self.taken.get(alike(case), (0, 0.0))[1]
+        return sum(states.values()) + SURE * of_a_sample * case.micro_batch_size <= case.usable_bytes
+
+    def with_room(self, task: Task) -> Task:
+        """The task, or with a smaller micro-batch: the largest that may fit, or of one sample."""
+        case, choice = task
+        micro, config = case.micro_batch_size, case.config
+        if not self.any_steps or config.has_stages or self.may_fit(case, choice):
+            return task
+        smaller = [size for size in range(micro - 1, 0, -1) if micro % size == 0] or [micro]
+        cases = [
+            replace(case, config=config.but(grad_accum_steps=config.grad_accum_steps * micro // size))
+            for size in smaller
+        ]
+        return next((each for each in cases if self.may_fit(each, choice)), cases[-1]), choice
+
+    def leaner(self, found: Found) -> Iterator[Task]:
+        """What holds less, one change away: the next way, and the next smaller micro-batch that may fit.
+
+        Of what does not fit, activations of a smaller micro-batch are at least its share of these, so that sizes with
+        which these alone are too many are left out.
+        """
+        case, choice = found.case, found.outcome.choice
+        config, micro = case.config, case.micro_batch_size
+        if found.simulated is None:
+            return
+        chains = self.ways.of(case, config.grad_accum_steps)
+        chain = next(chain for chain in chains if case.config in [each.config for each in chain])
+        place = [each.config for each in chain].index(case.config)
+        yield from ((each, choice) for each in chain[place + 1 : place + 2])
+        if place == 0 and chain is chains[0]:
+            yield from ((other[0], choice) for other in chains[1:])
+        if not self.any_steps or config.has_stages:
+            return
+        memory = found.simulated.memory
+        activations = memory.at_peak.get("activations", 0)
+        for smaller in (size for size in range(micro - 1, 0, -1) if micro % size == 0):
+            if found.fits() or memory.peak_bytes - activations * (1 - smaller / micro) <= case.usable_bytes:
+                yield (
+                    replace(case, config=config.but(grad_accum_steps=config.grad_accum_steps * micro // smaller)),
+                    choice,
+                )
+                return
+
+    def run(
+        self, begin: Sequence[Task], simulate: Callable[[Sequence[Task]], Iterable[Outcome]], at_once: int
+    ) -> Iterator[Found]:
+        """What was simulated, as it is found.
+
+        Args:
+            simulate: Gives the outcomes of so many tasks, in their order.
+            at_once: Simulations that run side by side.
+        """
+        order = count()
+        queue = [(-float("inf"), next(order), task) for task in begin]
+        seen = {keyed(task) for task in begin}
+        best, done = 0.0, 0
+        while queue and done < MOST:
+            tasks = list[Task]()
+            while queue and len(tasks) < at_once and -queue[0][0] > WORTH * best:
+                bound, _, task = heapq.heappop(queue)
+                if (promised := -self.promise(task[0])) > bound:
+                    heapq.heappush(queue, (promised, next(order), task))
+                    continue
+                smaller = self.with_room(task)
+                if smaller is not task and keyed(smaller) in seen:
+                    continue
+                seen.add(keyed(smaller))
+                tasks.append(smaller)
+            if not tasks:
+                return
+            for (case, _), outcome in zip(tasks, simulate(tasks), strict=True):
+                found, done = Found(case, outcome), done + 1
+                yield found
+                self.learn(found)
+                if found.fits(TIGHT):
+                    best = max(best, found.samples_per_second)
+                for task in self.leaner(found):
+                    if keyed(task) not in seen:
+                        seen.add(keyed(task))
+                        heapq.heappush(queue, (-found.samples_per_second, next(order), task))
+
+
+def alike(case: Case) -> object:
+    """What the activations of a sample on a rank depend on."""
+    config = case.config
+    return tensor_ranks(case.mesh), config.sequence_parallel, config.strategy.activation_checkpointing
 
 
 def keyed(task: Task) -> tuple[object, ...]:
-    config = task[0].config
-    return task[1], config.mesh, config.grad_accum_steps, config.strategy.activation_checkpointing
+    return task[1], task[0].config

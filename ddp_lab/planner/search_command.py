@@ -7,25 +7,34 @@ from math import log2
 
 from rich.console import Console
 
-from ddp_lab.planner.beside import compiled, smaller, what_fits, what_is_faster
+from ddp_lab.planner.beside import smaller, what_fits
 from ddp_lab.planner.choices import choices
+from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, cores, outcomes, simulating
 from ddp_lab.planner.plan_command import cases_of, gist, printed, write
 from ddp_lab.planner.rates import flops_of_a_sample
-from ddp_lab.planner.report.command_line import runner_command
-from ddp_lab.planner.report.recommendation import AS_FAST, Row, gib, is_roomy, is_tight
+from ddp_lab.planner.report.findings import (
+    Pair,
+    against_plain,
+    best_and_front,
+    described,
+    level_of,
+    plain,
+    recommendation,
+    without_compiler,
+)
+from ddp_lab.planner.report.recommendation import gib
 from ddp_lab.planner.report.table import Plan, framed, row
 from ddp_lab.planner.report.wording import certainty, headline
-from ddp_lab.planner.search import LEVELS, SEARCHED, Found, roots, search
+from ddp_lab.planner.search import SEARCHED, Found, Search, roots
+from ddp_lab.planner.ways import LEVELS, Ways
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA
 from ddp_lab.strategy.options import AUTO
 from ddp_lab.strategy.recompute.setting import NONE
-
-MOST_ROWS = 10
-Pair = tuple[Row, Found]
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -36,23 +45,27 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """
     levels = (options.activation_checkpointing,) if options.activation_checkpointing else LEVELS
     cases, left_out = cases_to_search(options)
-    found = searched(cases, options, levels)
+    ways = Ways(levels, costs_by_compilation(cases[0], options))
+    found = searched(cases, options, ways)
     flops = flops_of_a_sample(cases[0].model, options.sequence_length)
+    mesh = None if options.mesh == AUTO else cases[0].config.mesh
     pairs = [(row(each.outcome, each.case, flops), each) for each in found]
+    eager = [(row(each.outcome, each.case, flops), each) for each in as_eager(pairs, mesh, ways, options.jobs)]
     plan = Plan([cases[0]], [])
     console.print(headline(plan, with_steps=False))
     best, front = best_and_front(pairs)
     if front:
         console.print("", printed(framed([dict(of) for of, _ in front]).drop(columns="fits")))
-    lines = [f"{len(found)} settings were simulated, and {sum(each.fits() for each in found)} of them fit."]
+    pairs_fit = sum(each.fits() for _, each in (*pairs, *eager))
+    lines = [f"{len(pairs) + len(eager)} settings were simulated, and {pairs_fit} of them fit."]
     lines += recommendation(best, pairs) if best else what_is_missing(pairs, options.jobs)
-    mesh = None if options.mesh == AUTO else cases[0].config.mesh
-    lines += [against_plain(best, pairs, levels[0], mesh)] if best else []
-    lines += if_compiled(best, options.jobs) if best and not options.record else []
+    if best:
+        lines += without_compiler(best, [*pairs, *eager]) if eager else []
+        lines.append(against_plain(best, [*pairs, *eager], ways, mesh))
     for line in ["", *lines, *(f"Left out: {line}" for line in left_out), *certainty(plan)]:
         console.print(line, soft_wrap=True, markup=False)
     if options.csv is not None:
-        write(options.csv, "--csv", framed([dict(of) for of, _ in pairs]).to_csv(index=False))
+        write(options.csv, "--csv", framed([dict(of) for of, _ in (*pairs, *eager)]).to_csv(index=False))
         console.print(f"table: {options.csv}")
 
 
@@ -96,84 +109,44 @@ def without_needless_mesh(case: Case) -> Case:
     return replace(case, config=replace(case.config, mesh=None)) if needless else case
 
 
-def searched(cases: Sequence[Case], options: argparse.Namespace, levels: Sequence[str]) -> list[Found]:
+def costs_by_compilation(case: Case, options: argparse.Namespace) -> dict[bool, Costs]:
+    """What operators take in compiled blocks, where that is known and not said, and as `case` has them."""
+    is_said, config = bool(case.config.strategy.compile_backend), case.config
+    if case.cluster.device.kind != "cuda" or is_said or options.record:
+        return {is_said: case.costs}
+    fused = costs_of(case.cluster, config.strategy.precision, contention=options.contention, compiles=True)
+    return {True: fused, False: case.costs}
+
+
+def searched(cases: Sequence[Case], options: argparse.Namespace, ways: Ways) -> list[Found]:
     wanted = options.choices.split(",") if options.choices else SEARCHED
     choices(wanted if options.choices else None, [case.mesh for case in cases])  # each goes with one of them
-    begin, found = list(roots(cases, wanted, levels)), []
+    begin, found = list(roots(cases, wanted, ways)), []
     with long_work(f"searching settings for {cases[0].model.name}, from {len(begin)} on") as tell:
         jobs = options.jobs or cores()
         with simulating(jobs) as simulate:
-            for each in search(begin, simulate, levels, not options.grad_accum_steps, jobs):
+            for each in Search(ways, not options.grad_accum_steps, cases[0].model.elements()).run(
+                begin, simulate, jobs
+            ):
                 found.append(each)
                 tell(f"{described(each)}: {gist(each.outcome).partition(': ')[2]}")
     return found
 
 
-def best_and_front(pairs: Sequence[Pair]) -> tuple[Pair | None, list[Pair]]:
-    """The setting to take, and it with those that no other beats both in speed and in memory, the fastest first. Of
-    those that leave a tenth of the memory free, or if none does, of those that fit. Of equally fast ones one without a
-    mesh is taken, and then one with ample room.
-    """
-    fitting = [pair for pair in pairs if pair[0]["fits"] == "yes"]
-    fitting = [pair for pair in fitting if not is_tight(pair[0])] or fitting
-    fitting.sort(key=lambda pair: (pair[0]["step_time_ms"], -pair[0]["spare_bytes"]))
-    if not fitting:
-        return None, []
-    limit = fitting[0][0]["step_time_ms"] * (1 + AS_FAST)
-    equal = [pair for pair in fitting if pair[0]["step_time_ms"] <= limit]
-    best = min(equal, key=lambda pair: ("mesh" in pair[0], not is_roomy(pair[0])))
-    front, most = [best], -1
-    for pair in fitting:
-        if pair[0]["spare_bytes"] > most:
-            most = pair[0]["spare_bytes"]
-            front += [pair] * (pair is not best)
-    return best, front[:MOST_ROWS]
-
-
-def recommendation(best: Pair, pairs: Sequence[Pair]) -> list[str]:
-    """What to take, and the command of a run."""
-    of, found = best
-    tight = [of for of, _ in pairs if of["fits"] == "yes" and is_tight(of)]
-    room = f"its peak of {gib(of['peak_bytes'])} leaves {gib(of['spare_bytes'])} to spare"
-    lines = [
-        f"Take {described(found)}: {speed(of)}; {room}.",
-        f"Run it: {runner_command(found.case, found.outcome.choice)}",
+def as_eager(pairs: Sequence[Pair], mesh: str | None, ways: Ways, jobs: int | None) -> list[Found]:
+    """Without a compiler: the best, and the best of what `ddp-lab plan` begins with."""
+    if len(ways.costs) == 1:
+        return []
+    of_both = (best_and_front(pairs)[0], best_and_front(plain(pairs, ways, mesh))[0])
+    compiled = {each.outcome.name: each for _, each in filter(None, of_both) if each.case.config.strategy.compile}
+    tasks = [
+        (
+            ways.put(each.case, each.case.config.grad_accum_steps, level_of(each.case), compiled=False),
+            each.outcome.choice,
+        )
+        for each in compiled.values()
     ]
-    if is_tight(of):
-        lines.append(
-            "Nothing leaves a tenth of the memory free, and what the allocator keeps unused is not in the peak."
-        )
-    elif tight and (fastest := min(tight, key=lambda of: of["step_time_ms"]))["step_time_ms"] < of["step_time_ms"]:
-        lines.append(
-            f"{fastest['name']} reaches {speed(fastest)}, but leaves {gib(fastest['spare_bytes'])}, less than a tenth."
-        )
-    return lines
-
-
-def against_plain(best: Pair, pairs: Sequence[Pair], level: str, mesh: str | None) -> str:
-    """What `ddp-lab plan` with the same flags would miss: one micro-batch, and no recomputation."""
-    of, _ = best
-    plain = [pair for pair in pairs if pair[0].get("mesh") == mesh and pair[0]["grad_accum_steps"] == 1]
-    plain = [pair for pair in plain if pair[0]["activation_checkpointing"] == level]
-    other, _ = best_and_front(plain)
-    if other is None:
-        return (
-            "As `ddp-lab plan` begins (one micro-batch, no mesh or recomputation but what is asked for), nothing fits."
-        )
-    if other is best:
-        return "`ddp-lab plan` with these flags would take the same."
-    slower = 100 * (1 - of["step_time_ms"] / other[0]["step_time_ms"])
-    told = f"`ddp-lab plan` would take {described(other[1])}: {speed(other[0])}"
-    return f"{told}, {max(slower, 0):.0f} % less, with {gib(other[0]['spare_bytes'])} unused."
-
-
-def if_compiled(best: Pair, jobs: int | None) -> list[str]:
-    """Whether the best would be faster with `--compile`, which is not searched over."""
-    of, found = best
-    tried = list(compiled(found.case, found.outcome.choice))
-    return (
-        what_is_faster(of, tried, list(outcomes([(each.case, each.choice) for each in tried], jobs))) if tried else []
-    )
+    return [Found(case, each) for (case, _), each in zip(tasks, outcomes(tasks, jobs), strict=True)] if tasks else []
 
 
 def what_is_missing(pairs: Sequence[Pair], jobs: int | None) -> list[str]:
@@ -185,20 +158,3 @@ def what_is_missing(pairs: Sequence[Pair], jobs: int | None) -> list[str]:
     tried = list(smaller(found.case, found.outcome.choice))
     told = f"Nothing fits. {described(found)} comes nearest, short of {gib(-of['spare_bytes'])}."
     return [told, what_fits(of, tried, list(outcomes([(each.case, each.choice) for each in tried], jobs)))]
-
-
-def described(found: Found) -> str:
-    """`zero2, 4 micro-batches of 2, recomputing selective`."""
-    config, micro = found.case.config, found.case.micro_batch_size
-    steps = f"{config.grad_accum_steps} micro-batches" if config.grad_accum_steps > 1 else "one micro-batch"
-    level = config.strategy.activation_checkpointing
-    return (
-        f"{found.outcome.name}, {steps} of {micro}, {'no recomputation' if level == NONE else f'recomputation {level}'}"
-    )
-
-
-def speed(of: Row) -> str:
-    if "tokens_per_second_per_device" not in of:
-        return f"{of['samples_per_second']:,.1f} samples/s"
-    used = f" (MFU {of['mfu_pct']:.0f} %)" if "mfu_pct" in of else ""
-    return f"{of['tokens_per_second_per_device']:,.0f} tokens/s/GPU{used}"

@@ -1,7 +1,9 @@
 """The search for settings: what it finds, leaves out and says, on steps that are made up and on the simulator."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -10,16 +12,20 @@ import pytest
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models
 from ddp_lab.planner.accumulated import simulate_step
+from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, Outcome, Task
+from ddp_lab.planner.report.findings import best_and_front
 from ddp_lab.planner.report.table import row
-from ddp_lab.planner.search import LEVELS, Found, roots, search
-from ddp_lab.planner.search_command import best_and_front, near
+from ddp_lab.planner.search import Found, Search, roots
+from ddp_lab.planner.search_command import near
 from ddp_lab.planner.simulation.simulate import simulate
+from ddp_lab.planner.ways import LEVELS, Ways
 from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
 from tests.in_process import run_in_process
-from tests.plans import case, simulation
+from tests.plans import COSTS, case, simulation
 from tests.tables import each_row
 
 SLOWER = dict(zip(LEVELS, (1.0, 1.05, 1.15, 1.3), strict=True))
@@ -27,45 +33,71 @@ SMALLER = dict(zip(LEVELS, (1.0, 0.7, 0.5, 0.2), strict=True))
 
 
 def made_up(tasks: Sequence[Task]) -> list[Outcome]:
-    """Each sample of a micro-batch takes 4 GiB, less with recomputation; each micro-batch takes 5 ms besides.
-    zero1 takes 2 GiB for states and is slower by a tenth; bucket_ddp_async takes 12."""
+    """Each sample of a micro-batch takes 4 GiB, less with recomputation; each micro-batch takes 5 ms besides, and less
+    where it is compiled. zero1 takes 2 GiB for states and is slower by a tenth; bucket_ddp_async takes 12."""
     found = []
     for each, choice in tasks:
         level = each.config.strategy.activation_checkpointing
         steps, micro = each.config.grad_accum_steps, each.micro_batch_size
         activations = 4 * micro * SMALLER[level]
         ms = (100 * SLOWER[level] + 5 * steps) * (1.1 if choice == "zero1" else 1.0)
+        ms *= 0.9 if each.config.strategy.compile else 1.0
         whole = simulation(ms, 0, 1)
         held = {"parameters": (2 if choice == "zero1" else 12) << 30, "activations": int(activations * 2**30)}
         found.append(Outcome(choice, replace(whole, memory=replace(whole.memory, at_peak=held))))
     return found
 
 
-def every(begin: Sequence[Task]) -> list[Found]:
+def every(begin: Sequence[Task], ways: Ways) -> list[Found]:
     """The whole grid, one by one."""
-    found = []
-    for each, choice in begin:
-        for steps in (1, 2, 4, 8):
-            for level in LEVELS:
-                config = each.config.but(grad_accum_steps=steps, activation_checkpointing=level)
-                other = replace(each, config=config)
-                found.append(Found(other, made_up([(other, choice)])[0]))
-    return found
+    tasks = list[Task]()
+    for (each, choice), steps, level, compiled in product(begin, (1, 2, 4, 8), LEVELS, ways.costs):
+        with suppress(UserError):
+            tasks.append((ways.put(each, steps, level, compiled), choice))
+    return [Found(*one) for one in zip((each for each, _ in tasks), made_up(tasks), strict=True)]
 
 
-def test_the_best_is_found_without_trying_all() -> None:
-    """16 samples on 2 L4 of 21.5 GiB: of 32 settings."""
+@each_row(("costs", "share"), [({False: COSTS}, 0.7), ({True: COSTS, False: COSTS}, 0.45)])
+def test_the_best_is_found_without_trying_all(costs: dict[bool, Costs], share: float) -> None:
+    """16 samples on 2 L4 of 21.5 GiB: of 32 settings, and of 48 where blocks may be compiled."""
     batch = replace(case(batch=16), config=RunConfig(global_batch_size=16, grad_accum_steps=1))
-    begin = list(roots([batch], ("bucket_ddp_async", "zero1"), LEVELS))
+    ways = Ways(LEVELS, costs)
+    begin = list(roots([batch], ("bucket_ddp_async", "zero1"), ways))
     assert [choice for _, choice in begin] == ["bucket_ddp_async", "zero1"]
-    found = list(search(begin, made_up, LEVELS, any_steps=True, at_once=2))
-    best = max((each for each in every(begin) if each.fits(0.1)), key=lambda each: each.samples_per_second)
+    found = list(Search(ways, True, 135_000_000).run(begin, made_up, at_once=2))
+    best = max((each for each in every(begin, ways) if each.fits(0.1)), key=lambda each: each.samples_per_second)
     mine = max((each for each in found if each.fits(0.1)), key=lambda each: each.samples_per_second)
-    assert mine == best and len(found) < 0.7 * len(every(begin))
+    assert mine == best and len(found) < share * len(every(begin, ways))
+    assert best.case.config.strategy.compile == (True in costs)
     assert len({(each.outcome.choice, str(each.case.config)) for each in found}) == len(found), "none twice"
-    again = list(roots([batch], ("zero1",), ("block",)))
-    fixed = list(search(again, made_up, ("block",), any_steps=False, at_once=2))
+    ways = Ways(("selective",), costs)
+    fixed = list(Search(ways, False, 0).run(list(roots([batch], ("zero1",), ways)), made_up, at_once=2))
     assert {each.case.config.grad_accum_steps for each in fixed} == {1}
+    assert {each.case.config.strategy.compile for each in fixed} == {False}, "what does not go together is skipped"
+
+
+def test_what_a_sample_took_elsewhere_is_not_simulated_again() -> None:
+    """32 GiB of activations in one micro-batch of 8 fit nowhere: the second choice begins with what may fit."""
+    batch = replace(case(batch=16), config=RunConfig(global_batch_size=16, grad_accum_steps=1))
+    ways = Ways(("none",), {False: COSTS})
+    found = Search(ways, True, 135_000_000).run(
+        list(roots([batch], ("bucket_ddp_async", "zero1"), ways)), made_up, at_once=1
+    )
+    sizes = [(each.outcome.choice, each.case.micro_batch_size) for each in found]
+    assert sizes[:2] == [("bucket_ddp_async", 8), ("zero1", 4)] and ("zero1", 8) not in sizes
+
+
+def test_ways_of_a_mesh() -> None:
+    """On a mesh with tp nothing is compiled; elsewhere what may be compiled is not looked for without."""
+    ways, plain = Ways(LEVELS, {True: COSTS, False: COSTS}), case("4xL4", batch=16)
+    on_tp = replace(plain, config=plain.config.but(mesh="dp=2,tp=2"))
+
+    def told(chains: list[list[Case]]) -> list[list[str]]:
+        of = [[each.config.strategy for each in chain] for chain in chains]
+        return [[each.activation_checkpointing + "*" * each.compile for each in chain] for chain in of]
+
+    assert told(ways.of(plain, 2)) == [["none*", "block*"], ["selective", "op"]]
+    assert told(ways.of(on_tp, 2)) == [["none", "selective", "op", "block"]]
 
 
 def test_the_front_is_what_nothing_beats() -> None:
@@ -111,11 +143,12 @@ def test_search_from_beginning_to_end(tmp_path: Path) -> None:
     answer = run_in_process(script, "search", *model, *how, "--tokens-per-step", "128", "--csv", str(table))
     assert answer.returncode == 0, answer.stderr
     assert "A global batch of 8 samples of 16 tokens; causal-lm, bf16." in answer.stdout
-    assert "Take zero1, one micro-batch of 4, no recomputation: " in answer.stdout
-    assert "--ddp-choice zero1 --task causal-lm " in answer.stdout and "would take the same." in answer.stdout
-    assert "Faster, of zero1: --compile " in answer.stdout
+    assert "Take zero1, one micro-batch of 4, no recomputation, compiled: " in answer.stdout
+    assert "--ddp-choice zero1 --task causal-lm " in answer.stdout and " --compile" in answer.stdout
+    assert "Without --compile: zero1, one micro-batch of 4, no recomputation: " in answer.stdout
+    assert "`ddp-lab plan` would take zero1, one micro-batch of 4, no recomputation: " in answer.stdout
     found = pd.read_csv(table)
-    assert found.fits[0] == "yes" and found.micro_batch_size.max() == 4
+    assert found.fits[0] == "yes" and found.micro_batch_size.max() == 4 and set(found["compile"]) == {"yes", "no"}
 
 
 @each_row(

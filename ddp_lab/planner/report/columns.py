@@ -17,6 +17,7 @@ PLAN_COLUMNS = {
     "micro_batch_size": Column("micro", "batch", "samples in a micro-batch of a rank", 1, 0),
     "grad_accum_steps": Column("accu-", "mulate", "micro-batches of a rank in a step", 1, 0),
     "activation_checkpointing": Column("recompute", "", "what is computed again in backward"),
+    "compile": Column("compile", "", "whether the model's blocks are compiled"),
     "fits": Column("fits", "", "yes, no, or unknown where the choice cannot be simulated"),
     "step_time_ms": Column("step", "ms", "duration of an optimizer step"),
     "step_time_low_ms": Column("from", "ms", "lower end of the interval in which it should lie"),
@@ -43,7 +44,7 @@ PLAN_COLUMNS = {
     "note": Column("note", "", "why a choice cannot be simulated, or what no cost is known of"),
 }
 SHOWN = (
-    *("choice", "mesh", "micro_batch_size", "grad_accum_steps", "activation_checkpointing", "fits"),
+    *("choice", "mesh", "micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile", "fits"),
     *("tokens_per_second_per_device", "cost_per_billion_tokens", "training_hours", "training_cost"),
     *("spare_bytes", "step_time_ms", "mfu_pct", "cost_per_million_samples", "peak_bytes", "exposed_ms"),
     "samples_per_second",

@@ -45,6 +45,7 @@ def row(outcome: Outcome, case: Case, flops: float | None = None) -> dict[str, A
         of_choice["mesh"] = str(mesh)
     of_choice |= {"micro_batch_size": case.micro_batch_size, "grad_accum_steps": config.grad_accum_steps}
     of_choice["activation_checkpointing"] = config.strategy.activation_checkpointing
+    of_choice["compile"] = "yes" if config.strategy.compile_backend else "no"
     simulated = outcome.simulated
     if simulated is None:
         return {**of_choice, "fits": "unknown", "note": outcome.reason}
