@@ -10,14 +10,17 @@ from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, Outcome, outcomes
 from ddp_lab.planner.report.recommendation import Row, gib, recommended
-from ddp_lab.planner.report.table import Plan
+from ddp_lab.planner.report.table import Plan, rates
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.settings.data import CAUSAL_LM
 from ddp_lab.strategy.recompute.setting import NONE, SELECTIVE
 
 BLOCK = "block"
 LEANEST = "zero3"
 MORE_DEVICES = (2, 4, 8)
+CHUNKS = 8
+"""Parts of the loss that are tried where a plan computes it whole."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ def smaller(case: Case, choice: str) -> Iterator[Variant]:
         changes += [(words, {"activation_checkpointing": blocks}) for words, blocks in kept]
         if accumulation:
             changes.append((f"{kept[-1][0]} and {alone}", {"activation_checkpointing": BLOCK, **accumulation}))
+    if case.model.task == CAUSAL_LM and config.strategy.loss_chunks == 1:
+        changes.append((f"--loss-chunks {CHUNKS}", {"loss_chunks": CHUNKS}))
     for words, settings in changes:
         try:
             yield Variant(words, replace(case, config=config.but(**settings)), choice)
@@ -100,13 +105,23 @@ def faster(case: Case, choice: str, recorded: bool) -> Iterator[Variant]:
 def what_fits(nearest: Row, tried: list[Variant], found: list[Outcome]) -> str:
     """Which of the variants that were tried have room for the choice that comes nearest."""
     fitting = [
-        f"{each.words} ({gib(simulated.memory.peak_bytes)} at the peak)"
+        f"{each.words} ({gib(simulated.memory.peak_bytes)} at the peak, {simulated.step_time_s * 1e3:,.1f} ms a step"
+        f"{price_of(each.case, simulated.step_time_s)})"
         for each, outcome in zip(tried, found, strict=True)
         if (simulated := outcome.simulated) and simulated.memory.peak_bytes <= each.case.usable_bytes
     ]
     if fitting:
         return f"{nearest['name']} would fit with any of: {'; '.join(fitting)}."
     return f"{nearest['name']} would fit with none of: {'; '.join(each.words for each in tried)}."
+
+
+def price_of(case: Case, step_s: float) -> str:
+    """What tokens cost, or samples, at a step of so many seconds; empty without a price."""
+    found = rates(case, step_s, None)
+    of_tokens, of_samples = found.get("cost_per_billion_tokens"), found.get("cost_per_million_samples")
+    if of_tokens is not None:
+        return f", {of_tokens:,.0f} $ for a billion tokens"
+    return f", {of_samples:,.2f} $ for a million samples" if of_samples is not None else ""
 
 
 def what_is_faster(best: Row, tried: list[Variant], found: list[Outcome]) -> list[str]:

@@ -179,12 +179,12 @@ def test_where_nothing_fits_or_is_known() -> None:
     [
         (
             {"block": 12, "selective": 20, "micro 1": 30},
-            "zero1 would fit with any of: --activation-checkpointing selective (20.00 GiB at the peak); "
-            "--activation-checkpointing block (12.00 GiB at the peak)",
+            "zero1 would fit with any of: --activation-checkpointing selective (20.00 GiB at the peak, 90.0 ms a step); "
+            "--activation-checkpointing block (12.00 GiB at the peak, 90.0 ms a step)",
         ),
         ({}, "zero1 would fit with none of: --grad-accum-steps 8 (a micro-batch of 1); "),
-        ({"8": 8}, "any of: 8 devices (8.00 GiB at the peak)."),
-        ({"zero3": 9}, "zero3 (9.00 GiB at the peak)"),
+        ({"8": 8}, "any of: 8 devices (8.00 GiB at the peak, 90.0 ms a step)."),
+        ({"zero3": 9}, "zero3 (9.00 GiB at the peak, 90.0 ms a step)"),
     ],
 )
 def test_what_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch, peaks: dict[str, float], said: str) -> None:
@@ -200,6 +200,17 @@ def test_what_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch, peak
     plan = Plan([case(batch=16)], [Outcome("zero1", simulation(100, 0, 30)), Outcome("simple_ddp", None, "?")])
     (sentence,) = beside.besides(plan, 1, recorded=False)
     assert said in sentence
+
+
+def test_a_language_model_may_fit_with_its_loss_in_parts_and_what_fits_has_a_price() -> None:
+    planned = case(price=2.0)
+    assert not [each for each in beside.smaller(planned, "zero1") if "--loss-chunks" in each.words]
+    planned = replace(planned, model=replace(planned.model, task="causal-lm"))
+    tried = [each for each in beside.smaller(planned, "zero1") if each.words == "--loss-chunks 8"]
+    assert [each.case.config.strategy.loss_chunks for each in tried] == [8]
+    said = beside.what_fits({"name": "zero1"}, tried, [Outcome("zero1", simulation(100, 0, 8))])
+    dollars = 2.0 * 2 / 3600 / (planned.config.global_batch_size / 0.1 * 128) * 1e9
+    assert f"--loss-chunks 8 (8.00 GiB at the peak, 100.0 ms a step, {dollars:,.0f} $ for a billion tokens)" in said
 
 
 def test_what_would_be_faster_is_simulated_too(monkeypatch: pytest.MonkeyPatch) -> None:
