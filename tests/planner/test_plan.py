@@ -179,8 +179,8 @@ def test_where_nothing_fits_or_is_known() -> None:
     [
         (
             {"block": 12, "selective": 20, "micro 1": 30},
-            "zero1 would fit with any of: --activation-checkpointing selective (20.00 GiB at the peak, 90.0 ms a step); "
-            "--activation-checkpointing block (12.00 GiB at the peak, 90.0 ms a step)",
+            "zero1 would fit with any of: --activation-checkpointing selective (20.00 GiB at the peak, 90.0 ms a "
+            "step); --activation-checkpointing block (12.00 GiB at the peak, 90.0 ms a step)",
         ),
         ({}, "zero1 would fit with none of: --grad-accum-steps 8 (a micro-batch of 1); "),
         ({"8": 8}, "any of: 8 devices (8.00 GiB at the peak, 90.0 ms a step)."),
