@@ -128,6 +128,7 @@ def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comp
     steps = [step for step in a.steps if step in b.steps]
     if not steps:
         raise UserError(f"{a.folder} and {b.folder} have no step in common")
+    b = _matched(a, b)
     made = Comparison(a, b)
     rounded = {(one.step, one.kind, one.name, one.call): one.worst for one in _all(a, yardstick, steps)}
     made.quantities = list(_all(a, b, steps, made))
@@ -147,6 +148,20 @@ def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comp
             if not (one.step == step and one.kind in modules and (one.name, one.call) in inner)
         ]
     return made
+
+
+def _matched(a: Recorded, b: Recorded) -> Recorded:
+    """Run B with run A's samples, in their order, where each of its ranks has a part of every sample."""
+    ours, theirs = Table(a, a.steps[0]), Table(b, a.steps[0])
+    place = next((one for one in ours.places if one.kind == OUTPUT and one in theirs.places), None)
+    if place is None or b.ranks < 2:
+        return b
+    at_a, at_b = ours.places[place], theirs.places[place]
+    if theirs.elements[at_b][0] * b.ranks != ours.elements[at_a][0] or set(ours.key[at_a]) & set(theirs.key[at_b]):
+        return b
+    samples = {step: a.samples(step)[0] for step in a.steps if step in b.facts}
+    same = all(len(keys) == len(samples[step]) for step in samples for keys in b.samples(step))
+    return b.as_parts_of(samples) if same else b
 
 
 def _limit(one: Quantity, rounded: Mapping[tuple[int, str, str, int], float], coarsest: str) -> float:
@@ -235,18 +250,23 @@ def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:
     if place.kind == PARAMETER:  # the norm of an update, and how coarse its parameter is beside it
         made.norm = float(np.linalg.norm(a.sketches[at_a[0]]))
         made.coarse = float(a.held[at_a[0]]) / max(made.norm, 1e-300)
-    if not is_of_modules:
+    is_cut = bool((a.elements[at_a] != b.elements[at_b]).any())
+    if not is_of_modules and not is_cut:
         made.spread = b.spread(place)
         return made
+    if is_cut and place.kind in (PARAMETER, BUFFER):  # of an update we have no moments
+        return None
     keys, which = np.unique(b.key[at_b], return_inverse=True)
     firsts = np.array([in_a[key] for key in keys])
-    if len(keys) < len(at_b):
-        _better(made, "sum", *_difference(a.sketches[firsts], _added(b.sketches[at_b], which, len(keys))))
-    if (a.elements[at_a] != b.elements[at_b]).any():
+    if is_cut:
         copies = np.zeros(len(keys))
         np.add.at(copies, which, b.elements[at_b] / a.elements[at_a])
         parts = _added(b.moments[at_b], which, len(keys)) / np.maximum(copies, 1e-9)[:, None]
-        _better(made, "parts", *_difference(_sizes(a.moments[firsts]), _sizes(parts)))
+        _take(made, "parts", *_difference(_sizes(a.moments[firsts]), _sizes(parts)))
+    elif len(keys) < len(at_b):
+        of_sum = _difference(a.sketches[firsts], _added(b.sketches[at_b], which, len(keys)))
+        if of_sum[0] < made.worst:
+            _take(made, "sum", *of_sum)
     return made
 
 
@@ -277,9 +297,8 @@ def _difference(of_a: np.ndarray, of_b: np.ndarray) -> tuple[float, float, float
     )
 
 
-def _better(made: Quantity, way: str, error: float, factor: float, rest: float) -> None:
-    if error < made.worst:
-        made.way, made.error, made.factor, made.rest = way, {(-1, -1): error}, {(-1, -1): factor}, {(-1, -1): rest}
+def _take(made: Quantity, way: str, error: float, factor: float, rest: float) -> None:
+    made.way, made.error, made.factor, made.rest = way, {(-1, -1): error}, {(-1, -1): factor}, {(-1, -1): rest}
 
 
 def _scales(gradients: list[Quantity]) -> dict[tuple[int, int], float]:

@@ -28,51 +28,35 @@ def is_of_step_before(made: Comparison, first: Quantity) -> bool:
     return bool(np.linalg.norm(now - before) <= NEAR * np.linalg.norm(before))
 
 
-def counted_micro_batches(made: Comparison, step: int) -> str | None:
-    """Which micro-batches of run B its gradients are of, if not of all: `rank 1`, `the last micro-batch`.
+def weights_of_micro_batches(made: Comparison, step: int) -> np.ndarray | None:
+    """How often each micro-batch of run B counts in its gradients beside run A's, of shape (ranks, micro-batches).
 
-    A bias tells: what each sample adds to its gradient is known from run A.
+    Biases and norms tell: what each sample adds to their gradients is known from run A. None: they do not tell.
     """
+    table = Table(made.a, step)
+    keys = [[set(some) for some in facts["keys"]] for facts in made.b.facts[step]]
+    columns, of_b = list[np.ndarray](), list[np.ndarray]()
     for one in made.of(step, GRADIENT):
-        if not one.name.endswith("bias"):
+        place = Place(SHARE, one.name)
+        wanted, theirs = _sketch(made.a, step, GRADIENT, one), _sketch(made.b, step, GRADIENT, one)
+        if place not in table.places or wanted is None or theirs is None:
             continue
-        rows = _rows_of_bias(made, step, one)
-        if rows is None:
+        rows = table.places[place]
+        of_a = table.sketches[rows].sum(0)
+        factor = float(of_a @ wanted) / max(float(of_a @ of_a), 1e-300)  # clipping
+        if np.linalg.norm(of_a * factor - wanted) > NEAR * np.linalg.norm(wanted):
             continue
-        by_sample, of_a, of_b = rows
-        if np.linalg.norm(of_b - of_a) <= NEAR * np.linalg.norm(of_a):
-            continue
-        for name, keys in _subsets(made, step):
-            part = sum((by_sample[key] for key in keys if key in by_sample), np.zeros_like(of_a))
-            size = float((part * part).sum())
-            if not size:
-                continue
-            factor = float((part * of_b).sum()) / size
-            if np.linalg.norm(of_b - factor * part) <= NEAR * np.linalg.norm(of_b):
-                return name
-    return None
-
-
-def _subsets(made: Comparison, step: int) -> list[tuple[str, set[int]]]:
-    of_ranks = made.b.facts[step]
-    count = max(len(facts["keys"]) for facts in of_ranks)
-    found = [(f"rank {rank}", {key for keys in facts["keys"] for key in keys}) for rank, facts in enumerate(of_ranks)]
-    for micro in range(count if count > 1 else 0):
-        name = "the last micro-batch" if micro == count - 1 else f"micro-batch {micro}"
-        found.append((name, {key for facts in of_ranks for key in facts["keys"][micro : micro + 1][0]}))
-    return [(name, keys) for name, keys in found if len(found) > 1]
-
-
-def _rows_of_bias(
-    made: Comparison, step: int, bias: Quantity
-) -> tuple[dict[int, np.ndarray], np.ndarray, np.ndarray] | None:
-    """What each sample of run A adds to the gradient of a bias, and that gradient in both runs."""
-    table, place = Table(made.a, step), Place(SHARE, bias.name)
-    wanted, theirs = _sketch(made.a, step, GRADIENT, bias), _sketch(made.b, step, GRADIENT, bias)
-    if place not in table.places or wanted is None or theirs is None:
+        parts = [[rows[np.isin(table.key[rows], list(some))] for some in of_rank] for of_rank in keys]
+        columns.append(np.stack([table.sketches[part].sum(0) * factor for of_rank in parts for part in of_rank], 1))
+        of_b.append(theirs)
+    count = sum(map(len, keys))
+    if not columns or count < 2 or len({len(of_rank) for of_rank in keys}) > 1 or 2 * count > len(of_b) * len(of_b[0]):
         return None
-    by_sample = {int(table.key[row]): table.sketches[row] for row in table.places[place]}
-    return by_sample, wanted, theirs
+    matrix, right = np.concatenate(columns), np.concatenate(of_b)
+    weights = np.linalg.lstsq(matrix, right, rcond=None)[0]
+    if np.linalg.norm(matrix @ weights - right) > NEAR * np.linalg.norm(right):
+        return None
+    return weights.reshape(len(keys), -1)
 
 
 def _sketch(run: Recorded, step: int, kind: str, first: Quantity) -> np.ndarray | None:

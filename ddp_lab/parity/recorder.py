@@ -1,5 +1,6 @@
 """Records what a training loop computes, step by step, for `ddp-lab parity`. Works in any loop, with any wrapper."""
 
+import atexit
 from collections.abc import Callable, Mapping
 from functools import wraps
 from math import prod
@@ -66,11 +67,14 @@ class Recorder:
             self._hook_strategy(of)
         else:
             self._hook_optimizers()
+        self._is_over, self._optimizers = False, 0  # updated, not yet read; optimizers within one another that step
         self._replace(torch.Tensor, "backward", self._around_backward)
         self._replace(torch.nn.utils, "clip_grad_norm_", self._around_clipping)
 
     def close(self) -> None:
         """Stop recording, and leave nothing behind in the loop."""
+        atexit.unregister(self.close)
+        self._end_step()
         while self._undo:
             self._undo.pop()()
 
@@ -82,15 +86,21 @@ class Recorder:
         self._micro_batches.begin_step()
 
     def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
-        for part in subject.gradients(self._of):
-            self._add_part(store.GRADIENT, part)
+        if not self._is_over:  # else a second optimizer of the step
+            for part in subject.gradients(self._of):
+                self._add_part(store.GRADIENT, part)
         if optimizer is not None:
-            self._facts["optimizer"] = subject.settings(optimizer, lambda p: self._names.get(id(p)))
+            of_all = self._facts.setdefault("optimizer", {})
+            of_all |= subject.settings(optimizer, lambda p: self._names.get(id(p)))
         self._facts["loss_scale"] = (
             self._of.verdict.loss_scale if isinstance(self._of, Strategy) and self._of.scaler else None
         )
 
-    def _after_update(self) -> None:
+    def _end_step(self) -> None:
+        """Read what the step has made, as late as can be: a loop may send or average parameters after `step()`."""
+        if not self._is_over:
+            return
+        self._is_over = False
         for is_buffer, part in subject.state(self._of):
             self._add_part(store.BUFFER if is_buffer else store.PARAMETER, part)
         facts = (
@@ -150,7 +160,8 @@ class Recorder:
         self._undo.append(root.register_forward_hook(lambda *_: self._micro_batches.end()).remove)
 
     def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._is_trained():
+        self._end_step()
+        if self._is_trained() and self._undo:
             self._micro_batches.begin(args, kwargs)
 
     def _is_trained(self) -> bool:
@@ -194,15 +205,19 @@ class Recorder:
             )
 
     def _add_shares(self, name: str, module: nn.Module, output: Tensor, number: int) -> None:
-        """What each sample adds to the gradient of a bias: the sum of its output's gradients."""
-        bias = getattr(module, "bias", None)
-        if not isinstance(bias, nn.Parameter) or not output.dim() or output.shape[-1] != bias.numel():
+        """What each sample adds to the gradient of a bias, which is the sum of its output's gradients, or of the weight
+        of a norm without one, whose output is that weight x something."""
+        of = "weight" if getattr(module, "bias", None) is None else "bias"
+        parameter = getattr(module, of, None)
+        if type(parameter) is not nn.Parameter or output.shape[-1:] != parameter.shape:
             return
+        by = None if of == "bias" else (output.detach() / parameter.detach()).nan_to_num(0.0, 0.0, 0.0)
 
         def add(gradient: Tensor) -> None:
-            rows, keys = rows_of(gradient.detach(), self._micro_batches, number)
-            shares = rows.double().view(len(rows), -1, bias.numel()).sum(1)
-            self._add(sketch.of_rows(shares), keys, store.SHARE, f"{name}.bias", 0, bias.numel(), "float64")
+            each = gradient.detach() if by is None else gradient.detach() * by
+            rows, keys = rows_of(each, self._micro_batches, number)
+            shares = rows.double().view(len(rows), -1, parameter.numel()).sum(1)
+            self._add(sketch.of_rows(shares), keys, store.SHARE, f"{name}.{of}", 0, parameter.numel(), "float64")
 
         output.register_hook(add)
 
@@ -230,7 +245,8 @@ class Recorder:
             self._before_update(strategy.optimizer if isinstance(strategy.optimizer, torch.optim.Optimizer) else None)
             step()
             strategy.finish_communication()
-            self._after_update()
+            self._is_over = True
+            self._end_step()
 
         def watched_clip(max_norm: float) -> Tensor:
             norm = clip(max_norm)
@@ -244,10 +260,15 @@ class Recorder:
 
     def _hook_optimizers(self) -> None:
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._before_update(optimizer)
+            self._optimizers += 1
+            if self._optimizers == 1:  # ZeroRedundancyOptimizer has another within
+                self._before_update(optimizer)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._after_update()
+            self._optimizers -= 1
+            self._is_over = self._optimizers == 0
+
+        atexit.register(self.close)
 
         self._undo += [
             register_optimizer_step_pre_hook(before).remove,
@@ -261,6 +282,7 @@ class Recorder:
 
     def _around_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._end_step()
             if loss.dim() == 0:
                 self._facts["losses"].append(loss.detach().clone())
             return backward(loss, *args, **kwargs)

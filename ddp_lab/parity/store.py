@@ -70,10 +70,26 @@ class Recorded:
     Attributes:
         steps: Numbers of the steps, from 0.
         facts: What each rank said of each step, by step and rank.
+        is_cut: Each rank has a part of every sample.
     """
 
     folder: Path
     facts: dict[int, list[dict[str, Any]]]
+    is_cut: bool = False
+
+    def samples(self, step: int) -> list[list[int]]:
+        """Keys of all samples of a step, by rank."""
+        return [[key for keys in facts["keys"] for key in keys] for facts in self.facts[step]]
+
+    def as_parts_of(self, samples: dict[int, list[int]]) -> "Recorded":
+        """With these samples for those of each rank, by step, in their order."""
+        facts = dict[int, list[dict[str, Any]]]()
+        for step, keys in samples.items():
+            for one in self.facts[step]:
+                ends = np.cumsum([len(some) for some in one["keys"]])
+                cut = [part.tolist() for part in np.split(np.array(keys), ends[:-1])]
+                facts.setdefault(step, []).append(one | {"keys": cut})
+        return Recorded(self.folder, facts, is_cut=True)
 
     @property
     def steps(self) -> list[int]:
@@ -103,9 +119,14 @@ class Recorded:
         tables = []
         for rank, path in enumerate(sorted(self.folder.glob(f"step_{step:05d}.rank_*.parquet"))):
             try:
-                tables.append(pd.read_parquet(path).assign(rank=rank))
+                one = pd.read_parquet(path).assign(rank=rank)
             except (OSError, ValueError):  # pyarrow's errors are of these
                 raise UserError(f"{path}: is damaged; record the run again") from None
+            if self.is_cut and len(one):  # rows of samples are in the order of the keys of their micro-batch
+                keys = self.facts[step][rank]["keys"]
+                rows = zip(one["key"], one["micro_batch"], one.groupby("order").cumcount(), strict=True)
+                one["key"] = [keys[micro][at] if key != WHOLE else key for key, micro, at in rows]
+            tables.append(one)
         return pd.concat([table for table in tables if len(table)], ignore_index=True)
 
 

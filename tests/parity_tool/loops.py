@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 
 from ddp_lab.parity import watch
+from tests.parity_tool import by_hand
 
 SAMPLES, LENGTH, WORDS, WIDTH = 8, 6, 11, 16
 STEPS = 3
@@ -51,7 +53,10 @@ def data(step: int, padded: bool = False) -> tuple[Tensor, Tensor]:
 
 def train(folder: Path, wrapper: str = "none", fault: str = "", micro_batches: int = 1, **how: Any) -> None:
     """Train three steps, and record them."""
-    Loop(wrapper, fault, micro_batches, **how).run(folder)
+    if "cut" in how:
+        by_hand.train(folder, fault=fault, micro_batches=micro_batches, **how)
+    else:
+        Loop(wrapper, fault, micro_batches, **how).run(folder)
 
 
 class Loop:
@@ -92,8 +97,14 @@ class Loop:
         rate = 1e-2 * (self.ranks if fault == "rate twice" else 1)
         if fault == "rate of a rank" and self.rank == 1:
             rate *= 3
-        kinds = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        self.optimizer = kinds[optimizer](parameters, lr=rate, weight_decay=0.1 if fault == "decay" else 0.0)
+        kinds = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD, "zero": torch.optim.AdamW}
+        numbers = {"lr": rate, "weight_decay": 0.1 if fault == "decay" else 0.0}
+        self.sends = optimizer.endswith(" by hand")
+        if optimizer == "zero" and self.ranks > 1:
+            self.optimizer: Any = ZeroRedundancyOptimizer(parameters, kinds["adam"], **numbers)
+        else:
+            parameters = parameters[self.rank :: self.ranks] if self.sends else parameters
+            self.optimizer = kinds[optimizer.removesuffix(" by hand")](parameters, **numbers)
         torch.manual_seed(7 if fault == "equal seeds" else 7 + self.rank)
         self.kept: list[Tensor] = []
 
@@ -143,9 +154,14 @@ class Loop:
         self.reduce()
         if self.fault == "late":
             self.one_step_late()
-        if self.clips and self.fault != "clips first":
+        if self.clips and self.fault not in ("clips first", "clips shards"):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clips)
+        if self.fault == "clips shards":
+            self.clip_shards()
         self.optimizer.step()
+        if self.sends and self.fault != "not sent":  # each parameter's owner has updated it
+            for number, parameter in enumerate(self.groups()):
+                dist.broadcast(parameter.data, number % self.ranks)
         if self.fault == "rate each micro-batch":
             for group in self.optimizer.param_groups:
                 group["lr"] *= 0.9**self.micro_batches
@@ -153,7 +169,7 @@ class Loop:
             for group in self.optimizer.param_groups:
                 group["lr"] *= 0.9
         if self.fault != "no zero_grad":
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
 
     def samples(self, step: int) -> tuple[Tensor, Tensor]:
         words, labels = data(step, self.padded)
@@ -219,6 +235,13 @@ class Loop:
         else:
             dist.all_reduce(gradient)
             gradient /= self.ranks
+
+    def clip_shards(self) -> None:
+        """By the norm of what a rank holds."""
+        gradients = [parameter.grad.to_local() for parameter in self.model.parameters()]  # type: ignore[union-attr]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient *= min(1.0, self.clips / float(norm))
 
     def one_step_late(self) -> None:
         now = [parameter.grad.clone() for parameter in self.model.parameters()]  # type: ignore[union-attr]

@@ -28,6 +28,7 @@ class Fault(NamedTuple):
     ranks: int = 2
 
 
+CUT = {"wrapper": "none"}
 FAULTS = {
     "not divided": Fault(("x 4", "micro-batches", "trap 4"), {"micro_batches": 4}),
     "divided by ranks": Fault(("1 / ranks", "averaged twice")),
@@ -57,6 +58,23 @@ FAULTS = {
     "autocast": Fault(("float32 in run A", "bfloat16 in run B")),
     "frozen": Fault(("norm.weight has no gradient in run B", "frozen")),
     "late": Fault(("step 1 is that of step 0", "one step late"), both={"optimizer": "sgd"}),
+    "not sent": Fault(("embed.weight is not updated on rank 1", "sends"), {"optimizer": "adam by hand"}),
+    "clips shards": Fault(
+        ("run A alone calls clip_grad_norm_", "norm of what it holds"), {"wrapper": "fsdp"}, {"clips": 0.1}
+    ),
+    "no sum forward": Fault(("part of a sum", "last, which comes next", "all-reduce"), CUT, {"cut": "tp"}),
+    "no sum backward": Fault(("goes wrong in backward between norm and embed", "not summed"), CUT, {"cut": "tp"}),
+    "bias on each rank": Fault(("output of down does not add up", "bias"), CUT, {"cut": "tp", "bias": True}),
+    "positions": Fault(("a part of every sample", "of place", "begin at 0 on each rank"), CUT, {"cut": "tokens"}),
+    "labels": Fault(("the loss gives another gradient", "shifted after the cut"), CUT, {"cut": "tokens"}),
+    "sums each micro-batch": Fault(("x 2, x 1", "after every micro-batch"), CUT | {"micro_batches": 2}, {"cut": ""}),
+    "zero between, no bias": Fault(
+        ("the last micro-batch alone",), CUT | {"micro_batches": 4, "fault": "zero between"}, {"cut": ""}
+    ),
+    "clips scaled": Fault(("x 1024: a loss scale", "unscaling"), CUT, {"cut": "", "clips": 100.0}),
+    "reentrant": Fault(("weight and 2 more", "use_reentrant=True"), CUT, {"cut": "", "frozen": True}),
+    "cast buffer": Fault(("rate is nearly the same", "casts buffers"), CUT, {"cut": ""}),
+    "average": Fault(("buffer average", "once a micro-batch"), CUT | {"micro_batches": 2}, {"cut": ""}),
     "buffers": Fault(("mean", "rank 1", "broadcast_buffers"), {"broadcasts": False, "fault": ""}, {"counts": True}),
 }
 

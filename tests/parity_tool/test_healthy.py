@@ -25,6 +25,11 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "fsdp clips": ({"wrapper": "fsdp"}, {"clips": 0.1}, 2),
     "fsdp bf16": ({"wrapper": "fsdp"}, {"autocast": True}, 2),
     "fsdp recomputes": ({"wrapper": "fsdp", "checkpoint": True, "micro_batches": 2}, {"padded": True}, 2),
+    "zero": ({"wrapper": "ddp"}, {"optimizer": "zero"}, 2),
+    "zero by hand": ({"wrapper": "ddp", "optimizer": "adam by hand"}, {}, 2),
+    "cut by hand": ({}, {"cut": "tp"}, 2),
+    "tokens cut by hand": ({"micro_batches": 2}, {"cut": "tokens"}, 2),
+    "average": ({"micro_batches": 2}, {"cut": ""}, 2),
     "by hand": ({"wrapper": "none", "micro_batches": 2}, {"clips": 0.1}, 2),
     "accumulation": ({"wrapper": "none", "micro_batches": 8}, {"padded": True, "optimizer": "sgd"}, 1),
 }

@@ -1,18 +1,19 @@
 """Other samples, or other weights to begin with."""
 
 from itertools import combinations, product
-from typing import Any
 
 from ddp_lab.parity.causes.cause import Cause, listed, some_ranks
 from ddp_lab.parity.comparison import Comparison, Quantity
 
+ROUNDED = 2**-8
+"""Relative: bf16 rounds by less."""
 CUTTING = ("tp", "cp", "pp")
 """Dimensions of a mesh whose ranks have the same samples."""
 
 
 def other_data(made: Comparison, step: int) -> Cause | None:
     """Which samples each run sees in a step, in any order."""
-    of_a, of_b = _samples(made.a.facts[step]), _samples(made.b.facts[step])
+    of_a, of_b = made.a.samples(step), made.b.samples(step)
     a, b = (sorted({key for keys in ranks for key in keys}) for ranks in (of_a, of_b))
     if not a or not b or a == b:
         return None
@@ -34,7 +35,7 @@ def other_data(made: Comparison, step: int) -> Cause | None:
         )
     if not new:
         return Cause(f"data: {where}", "samples are dropped: drop_last, or a batch that the ranks do not divide.")
-    seen = {key for facts in made.a.facts.values() for keys in _samples(facts) for key in keys}
+    seen = {key for one in made.a.steps for keys in made.a.samples(one) for key in keys}
     if new <= seen:
         return Cause(
             f"data: run B takes samples of other steps; {where}",
@@ -48,7 +49,7 @@ def other_data(made: Comparison, step: int) -> Cause | None:
 
 def other_samples_in_a_group(made: Comparison, step: int) -> Cause | None:
     """Ranks that cut layers or tokens between them must have the same samples."""
-    degrees, of_b = made.b.first.get("mesh", {}), _samples(made.b.facts[step])
+    degrees, of_b = made.b.first.get("mesh", {}), made.b.samples(step)
     seen: dict[tuple[int, ...], int] = {}
     for rank, place in enumerate(product(*(range(degree) for degree in degrees.values()))):
         data = tuple(at for name, at in zip(degrees, place, strict=True) if name not in CUTTING)
@@ -63,10 +64,6 @@ def other_samples_in_a_group(made: Comparison, step: int) -> Cause | None:
     return None
 
 
-def _samples(of_ranks: list[dict[str, Any]]) -> list[list[int]]:
-    return [[key for keys in facts["keys"] for key in keys] for facts in of_ranks]
-
-
 def untied(made: Comparison, first: Quantity) -> Cause | None:
     for tied in made.a.first["ties"]:
         if tied not in made.b.first["ties"] and first.name in tied:
@@ -79,6 +76,12 @@ def untied(made: Comparison, first: Quantity) -> Cause | None:
 
 
 def other_start(made: Comparison, first: Quantity) -> Cause | None:
+    if first.worst < ROUNDED:
+        return Cause(
+            f"{first.name} is nearly the same at the start: off by {first.worst:.1g} of its norm",
+            "it was cast to a lower precision and back: model.to(bfloat16) casts buffers, too. Keep in fp32 what must "
+            "be exact, such as rotary frequencies.",
+        )
     if ranks := some_ranks(first):
         which = f"the weights of rank {listed(ranks)} differ"
     elif first.spread > first.limit:

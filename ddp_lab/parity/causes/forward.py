@@ -2,7 +2,7 @@
 
 from ddp_lab.parity.causes.cause import Cause, Rule, factor_name, listed, of_module, some_ranks
 from ddp_lab.parity.comparison import Comparison, Quantity
-from ddp_lab.parity.store import BUFFER, OUTPUT
+from ddp_lab.parity.store import BUFFER, OUTPUT, OUTPUT_GRADIENT, START
 
 
 def other_mode(made: Comparison, first: Quantity) -> Cause | None:
@@ -90,13 +90,58 @@ def by_place(made: Comparison, first: Quantity) -> Cause | None:
     return None
 
 
-RULES: list[Rule] = [other_mode, dropout, batch_statistics, other_buffers, by_place]
-OF_GRADIENTS: list[Rule] = [other_mode, by_place]
+def partial_sums(made: Comparison, first: Quantity) -> Cause | None:
+    """Of layers whose inputs are cut over ranks."""
+    outputs = made.of(first.step, OUTPUT)
+    before = outputs[: outputs.index(first)]
+    cut = {one.name for one in made.of(made.steps[0], START) if one.way == "parts"}
+    if first.way == "sum" or f"{of_module(first)}.weight" in cut:
+        return Cause(
+            f"what the ranks have as output of {first.name} does not add up to run A's",
+            "a bias that each rank adds before the sum: add it once, after it. Or a part is missing.",
+        )
+    if not before or before[-1].way != "sum":
+        return None
+    return Cause(
+        f"the output of {before[-1].name} is a part of a sum on each rank, and {first.name}, which comes next, differs",
+        f"the all-reduce between them is missing: sum the output of {before[-1].name} over the ranks.",
+    )
+
+
+def of_cut_samples(made: Comparison, first: Quantity) -> Cause | None:
+    if not made.b.is_cut or first.way != "parts":
+        return None
+    return Cause(
+        f"each rank has a part of every sample, and makes another output of {first.name} of it",
+        "positions that begin at 0 on each rank, a causal mask of the part alone, or attention that does not see the "
+        "keys of other ranks.",
+    )
+
+
+def backward(made: Comparison, first: Quantity) -> Cause | None:
+    """All outputs agree."""
+    gradients = made.of(first.step, OUTPUT_GRADIENT)
+    if first is gradients[0]:
+        return Cause(
+            f"outputs agree, and the loss gives another gradient to that of {first.name or 'the model'}",
+            "another loss: labels that are shifted after the cut, other tokens left out, or other weights.",
+        )
+    after = gradients[gradients.index(first) - 1].name
+    return Cause(
+        f"outputs agree, and the gradient goes wrong in backward between {after} and {first.name}",
+        "a collective that autograd does not see (torch.distributed.nn.functional has those that it sees), an input of "
+        "cut layers whose gradient is not summed over ranks, a detach(), or the backward of a Function.",
+    )
+
+
+RULES: list[Rule] = [other_mode, dropout, batch_statistics, other_buffers, by_place, partial_sums, of_cut_samples]
+OF_GRADIENTS: list[Rule] = [other_mode, by_place, backward]
 
 
 def buffer(made: Comparison, first: Quantity) -> Cause | None:
     assert first.kind == BUFFER
     return Cause(
         f"buffer {first.name} of rank 0 differs",
-        "it is made of the samples of a rank or a micro-batch, as running statistics are (trap 11).",
+        "it is made of the samples of a rank or a micro-batch, as running statistics are (trap 11); or it is updated "
+        "once a micro-batch instead of once a step, as averages of weights are.",
     )

@@ -5,7 +5,7 @@ import numpy as np
 from ddp_lab.parity.causes.cause import NEAR, Cause, Rule, and_others, factor_name, times
 from ddp_lab.parity.causes.data import untied
 from ddp_lab.parity.comparison import Comparison, Quantity
-from ddp_lab.parity.lookback import counted_micro_batches, is_of_step_before, is_sum_with_step_before
+from ddp_lab.parity.lookback import is_of_step_before, is_sum_with_step_before, weights_of_micro_batches
 from ddp_lab.parity.store import GRADIENT
 
 CLOSE = 2e-3
@@ -17,8 +17,11 @@ def missing(made: Comparison, step: int) -> Cause | None:
     names, which, other = (in_a, "B", "A") if in_a else (in_b, "A", "B")
     if not names:
         return None
-    if set(names) & set(made.a.first["frozen"]) ^ set(made.b.first["frozen"]):
+    if set(names) & (set(made.a.first["frozen"]) ^ set(made.b.first["frozen"])):
         why = "it is frozen in one run (trap 8)."
+    elif {name.rpartition(".")[0] for name in names} & made.unseen:
+        why = "its module runs without autograd: in a checkpoint with use_reentrant=True whose inputs need no gradient "
+        why += "(use_reentrant=False does without), or under no_grad()."
     else:
         why = "it is not used there, or its gradient never arrives: a branch of one rank, an unused parameter (trap 2)."
     return Cause(f"{names[0]}{and_others(names)} has no gradient in run {which}, and one in run {other}", why)
@@ -39,20 +42,13 @@ def not_reduced(made: Comparison, first: Quantity) -> Cause | None:
     """Replicas whose gradients are not the same."""
     if first.spread <= first.limit:
         return None
-    norms = [facts["norms"] for facts in made.b.facts[first.step]]
-    if all(norms) and np.ptp([of_rank[0] for of_rank in norms]) > NEAR * norms[0][0]:
-        return Cause(
-            "each rank clips by a norm of its own",
-            "gradients are clipped before they are reduced, or by the norm of a shard: clip after the last backward, "
-            "by the norm of the whole model (trap 9).",
-        )
     gradients = made.of(first.step, GRADIENT)
     apart = [one for one in gradients if one.spread > one.limit]
     if len(apart) < len(gradients):
         return Cause(
             f"the gradient of {first.name} is not the same on all ranks ({len(apart)} of {len(gradients)} are not)",
             "it is not reduced: it was made after the wrapper was, is used outside of its forward, or is ignored by "
-            "it.",
+            "it. Or layers or tokens are cut over ranks, and each has a part of it: sum it over them.",
         )
     return Cause(
         "gradients are not the same on all ranks: nobody has reduced them over all ranks",
@@ -62,14 +58,14 @@ def not_reduced(made: Comparison, first: Quantity) -> Cause | None:
 
 
 def clipped_alone(made: Comparison, first: Quantity) -> Cause | None:
-    """Ranks agree after all, but what they averaged had been clipped by each."""
+    """Before a reduction, after which ranks agree, or without one."""
     norms = [facts["norms"] for facts in made.b.facts[first.step]]
     if len(norms) < 2 or not all(norms) or np.ptp([of_rank[0] for of_rank in norms]) <= NEAR * norms[0][0]:
         return None
     return Cause(
         "each rank clips by a norm of its own",
-        "gradients are clipped before they are reduced: clip after the last backward, by the norm of the whole model "
-        "(trap 9).",
+        "gradients are clipped before they are reduced, or by the norm of a shard: clip after the last backward, by "
+        "the norm of the whole model (trap 9).",
     )
 
 
@@ -106,12 +102,22 @@ def uneven_means(made: Comparison, first: Quantity) -> Cause | None:
 
 
 def part_of_batch(made: Comparison, first: Quantity) -> Cause | None:
-    counted = counted_micro_batches(made, first.step)
-    if counted is None:
+    weights = weights_of_micro_batches(made, first.step)
+    if weights is None or np.ptp(weights) <= 10 * NEAR * np.abs(weights).max():
         return None
+    for counts, name in ((np.abs(weights).max(0), "micro-batch"), (np.abs(weights).max(1), "rank")):
+        counted = np.flatnonzero(counts > 10 * NEAR * counts.max())
+        if len(counted) == 1 < len(counts):
+            is_last = name == "micro-batch" and counted[0] == len(counts) - 1
+            return Cause(
+                f"gradients are those of {f'the last {name}' if is_last else f'{name} {counted[0]}'} alone",
+                "zero_grad() between the micro-batches of a step, or a micro-batch that is left out of the sum.",
+            )
+    shown = ", ".join(f"x {weight:.3g}" for weight in weights[0])
     return Cause(
-        f"gradients are those of {counted} alone",
-        "zero_grad() between the micro-batches of a step, or a micro-batch that is left out of the sum.",
+        f"micro-batches do not count alike: those of rank 0 count {shown}, beside run A",
+        "gradients are summed over ranks after every micro-batch, with those that were summed before; or losses are "
+        "weighed otherwise. Reduce once, after the last (trap 3).",
     )
 
 
@@ -119,18 +125,18 @@ def clipping(made: Comparison, first: Quantity) -> Cause | None:
     """Gradients are read as clipping leaves them."""
     a, b = (run.facts[first.step][0]["norms"] for run in (made.a, made.b))
     if bool(a) != bool(b):
-        return Cause(f"run {'A' if a else 'B'} alone clips its gradients", "clip in both runs, by one norm (trap 9).")
+        return Cause(
+            f"run {'A' if a else 'B'} alone calls clip_grad_norm_",
+            "clip in both runs, by one norm: code of one's own must sum squares over ranks before the root, or each "
+            "rank clips by the norm of what it holds (trap 9).",
+        )
     factor = first.one_factor
     if not a or factor is None:
         return None
-    if abs(factor * b[0] / a[0] - 1) < CLOSE:
-        return other_norms(made, first.step)
-    if abs(b[0] / a[0] - 1) < CLOSE:
-        return Cause(
-            f"both runs find a norm of {a[0]:.4g}, and clipping leaves gradients {times(made, factor)} in run B",
-            "another largest norm, or gradients below it are scaled up: the factor is at most 1 (trap 9).",
-        )
-    return None
+    return other_norms(made, first.step) or Cause(
+        f"both runs find a norm of {a[0]:.4g}, and clipping leaves gradients {times(made, factor)} in run B",
+        "another largest norm, or gradients below it are scaled up: the factor is at most 1 (trap 9).",
+    )
 
 
 def replicas(made: Comparison, first: Quantity) -> Cause | None:
@@ -184,8 +190,8 @@ def _why(named: str) -> str:
 RULES: list[Rule] = [
     untied,
     hooks,
-    not_reduced,
     clipped_alone,
+    not_reduced,
     not_dropped,
     late,
     uneven_means,

@@ -77,6 +77,11 @@ def of_some_ranks(made: Comparison, first: Quantity) -> Cause | None:
             "a rank that does not use a parameter must still take what the others made for it, zeros of its own added "
             "(trap 2).",
         )
+    if all(abs(factor) < 1e-9 for (rank, _), factor in first.factor.items() if rank in ranks):
+        return Cause(
+            f"{first.name} is not updated on rank {listed(ranks)}",
+            "each rank's optimizer has some parameters, and nobody sends them to the others after step().",
+        )
     return Cause(
         f"the update of {first.name} differs on rank {listed(ranks)} alone, and its gradient does not",
         "optimizer states that are not the same on all ranks: one has loaded them, or has skipped or repeated a step.",
