@@ -22,6 +22,7 @@ OF_STEPS = ("micro_batch_sizes", "precision", "repeats")
 """Flags of `record` that are for a model."""
 AS_THE_RUNNERS = (
     *("sequence_parallel", "async_tensor_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
+    "context_parallel",
     *("global_batch_size", "grad_accum_steps", "precision"),
     *("param_dtype", "reduce_dtype", "master_dtype", "activation_checkpointing", "loss_chunks", "offload"),
     *("clip_grad_norm", "bucket_cap_mb", "compile"),

@@ -79,8 +79,8 @@ def planned(options: argparse.Namespace) -> Plan:
         UserError: it makes no sense.
     """
     cases, left_out = cases_of(options)
-    if any(case.config.cuts_tokens for case in cases):
-        raise UserError("--mesh with cp: no plan knows what it costs yet; plan with dp, tp or pp, and train with cp")
+    if any(case.config.cuts_tokens and case.config.has_stages for case in cases):
+        raise UserError("--mesh with cp and pp: no plan knows what both cost together; plan each with dp and tp")
     if any(case.config.has_experts for case in cases):
         raise UserError("--mesh with ep: no plan knows what it costs yet; plan with dp, and train with ep")
     wanted = options.choices.split(",") if options.choices else None

@@ -4,8 +4,9 @@ Rings send n-1 parts of P/n, and twice as many for an all-reduce, which is what 
 reduce-scatter. NCCL broadcasts by a pipeline along the ring, Gloo by a binomial tree of l = log2 n levels. There the
 root sends its l copies side by side, so that they arrive together, and the first rank that has one sends l-1 copies in
 the same way: l + (l-1) + ... + 1 times P. In an all-gather of two ranks over Gloo, the first halves of the parts take
-turns on their one connection, so it takes 3/4 P. Gloo's barrier takes log2 n rounds (dissemination), and NCCL's is an
-all-reduce of nothing. docs/planner-costs.md compares this with measurements.
+turns on their one connection, so it takes 3/4 P. In an all-to-all each rank sends n-1 parts of P/n at once. Gloo's
+barrier takes log2 n rounds (dissemination), and NCCL's is an all-reduce of nothing. docs/planner-costs.md compares this
+with measurements.
 
 Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (ring); NCCL,
 src/graph/tuning.cc; Gloo, gloo/{allreduce,allgather,broadcast,scatter,barrier}.cc.
@@ -16,7 +17,7 @@ from math import ceil, log2
 
 MESSAGE = "send_recv"
 """Between two ranks, for both of its ends."""
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "scatter", "barrier", MESSAGE)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "scatter", "all_to_all", "barrier", MESSAGE)
 """Those that strategies issue."""
 
 
@@ -54,6 +55,7 @@ def volume(kind: str, backend: str, ranks: int, on_each_link: int = 1) -> Volume
         "all_reduce": twice,
         "all_gather": ring,
         MESSAGE: Volume(1, 1.0, 0.5),
+        "all_to_all": Volume(1, on_each_link * (ranks - on_each_link) / ranks),
         "scatter": Volume(1, (ranks - on_each_link) / ranks, 1 / links),
     }
     if backend == "gloo":

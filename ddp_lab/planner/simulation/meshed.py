@@ -18,7 +18,8 @@ from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.simulation.network import CannotSimulate
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import PIPELINE, TENSOR, Mesh, MeshGroups, mesh_groups
+from ddp_lab.runtime.mesh import CONTEXT, PIPELINE, TENSOR, Mesh, MeshGroups, mesh_groups
+from ddp_lab.runtime.settings.mesh import RING
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
 from pipeline_parallel import channels
@@ -49,7 +50,17 @@ def load(config: RunConfig) -> type[Strategy]:
 
 def is_cut(config: RunConfig) -> bool:
     """Whether the mesh cuts the model over ranks."""
-    return config.cuts_layers or config.has_stages
+    return config.cuts_layers or config.has_stages or config.cuts_tokens or config.has_experts
+
+
+def speaker(config: RunConfig) -> int:
+    """The rank that is simulated for all: 0, but where a ring's parts are contiguous, so that under the causal mask the
+    last one has most to compute, that one."""
+    if not config.cuts_tokens or config.context_parallel != RING:
+        return 0
+    mesh = Mesh.parse(config.mesh or "")
+    places = {rank: mesh.coordinates(rank) for rank in range(mesh.size)}
+    return next(rank for rank, place in places.items() if place[CONTEXT] == mesh.degree(CONTEXT) - 1)
 
 
 def pipeline_of(config: RunConfig, rank: int) -> Sequence[int]:

@@ -149,6 +149,13 @@ class PretendedGroup(dist.ProcessGroup):
         work.scratch = scratch
         return work
 
+    def all_to_all_single(
+        self, output: Tensor, own: Tensor, output_splits: list[int], splits: list[int], opts: Any = None
+    ) -> PretendedWork:
+        if holds_data(output) and holds_data(own):
+            output.copy_(own)
+        return self._issue("all_to_all", [own, output], [output])
+
     def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> PretendedWork:
         work = self._issue(MESSAGE, tensors, tensors)
         work.tells = self._backend_of(tensors) != "gloo"

@@ -22,7 +22,7 @@ from ddp_lab.planner.costs.volumes import MESSAGE
 from ddp_lab.planner.models import first_line
 from ddp_lab.planner.simulation.clock import Clock
 from ddp_lab.planner.simulation.memory import HOST, MemoryTracker
-from ddp_lab.planner.simulation.meshed import Forms, groups_of, load, on_mesh, pipeline_of
+from ddp_lab.planner.simulation.meshed import Forms, groups_of, load, on_mesh, pipeline_of, speaker
 from ddp_lab.planner.simulation.network import CannotSimulate, Issued, Network
 from ddp_lab.planner.simulation.observer import StepObserver
 from ddp_lab.planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
@@ -45,8 +45,8 @@ TRIES = ("reference.fsdp2", "sharding.parts.sharded")
 """Modules that try an optimizer on data for seconds. That of a simulation is known to be elementwise."""
 
 
-def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) -> Simulated:
-    """One optimizer step of `rank`, from the end of the step before to its own end, once the strategy has settled.
+def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int | None = None) -> Simulated:
+    """One optimizer step of `rank` (default: that which speaks for all), from the end of the step before to its own end, once the strategy has settled.
 
     With a pipeline, all of its ranks are simulated. Times are means over them, and memory is that of the rank that
     holds most.
@@ -62,7 +62,7 @@ def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) ->
     notes, begins = [], []
     gc.freeze()  # what is older need not be searched
     try:
-        for each in pipeline_of(setting.config, rank):
+        for each in pipeline_of(setting.config, speaker(setting.config) if rank is None else rank):
             simulation = Simulation(setting, cluster, costs, each, forms)
             with simulation.running():
                 found.append(simulation.measure())

@@ -9,7 +9,7 @@ from ddp_lab.runtime.settings.field import flag
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1 = PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 ZIGZAG = "zigzag"
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
-CONTEXT_PARALLEL = ("ring", ZIGZAG, ULYSSES := "ulysses", PYTORCH := "pytorch_cp")
+CONTEXT_PARALLEL = (RING := "ring", ZIGZAG, ULYSSES := "ulysses", PYTORCH := "pytorch_cp")
 _mesh = partial(flag, "mesh")
 
 

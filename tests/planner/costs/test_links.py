@@ -66,6 +66,7 @@ def test_groups_side_by_side_share_a_nodes_link() -> None:
     assert both(cluster, "all_reduce", 8)[1] == pytest.approx(2 * 7 / 8 * P / 1e8)
     assert both(cluster, "all_reduce", (0, 1, 2, 3))[1] == pytest.approx(2 * 3 / 4 * P / 1e11)
     assert both(cluster, "broadcast", 8)[1] == pytest.approx(4 * P / 1e8)
+    assert both(cluster, "all_to_all", 8)[1] == pytest.approx(4 * 4 / 8 * P / 1e8)  # of each of 4 ranks, half
 
 
 def test_nccl_takes_a_tree_where_a_ring_has_too_many_hops() -> None:

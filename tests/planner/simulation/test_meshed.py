@@ -10,7 +10,9 @@ import pytest
 from ddp_lab.planner.contracts import MODEL_STATES
 from ddp_lab.planner.costs.cluster import Link
 from ddp_lab.planner.costs.links import LinkCosts
+from ddp_lab.planner.simulation.meshed import speaker
 from ddp_lab.planner.simulation.simulate import Simulation, adamw
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.strategy.accounting import storage_bytes
@@ -18,6 +20,7 @@ from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
 from tests.models import build, make_batch
 from tests.parity import load, options_of
+from tests.pipeline_parallel.pipelines import strategy_in_pipeline
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import strategy_on_mesh
@@ -35,6 +38,9 @@ CASES = [
     ("replicate=2,shard=2", "zero3", "llama", 1, False, {}),
     ("replicate=2,shard=2", "pytorch_zero3", "llama", 1, False, {}),
     ("dp=4", "bucket_ddp_async", "plain", 1, False, {}),
+    ("dp=2,cp=2", "zero1", "lm, gqa", 2, False, {"context_parallel": "zigzag"}),
+    ("dp=2,cp=2", "zero3", "lm, gpt2", 1, False, {"context_parallel": "ulysses"}),
+    ("cp=4", "tp", "lm, gqa", 1, False, {"context_parallel": "ring", "precision": "bf16", "bucket_cap_mb": 25.0}),
 ]
 
 
@@ -44,6 +50,10 @@ def real_strategy(
 ) -> Iterator[Strategy]:
     if "tp" in mesh:
         with strategy_on_mesh(mesh, choice, model, sequence_parallel, "adam", **options) as strategy:
+            yield strategy
+        return
+    if "cp" in mesh:
+        with strategy_in_pipeline(mesh, choice, model, optimizer="adam", **options) as strategy:
             yield strategy
         return
     named = ("sharding" if "shard" in mesh else "ddp", choice)
@@ -79,7 +89,7 @@ def real_step(
 
 @pytest.mark.parametrize(
     ("mesh", "choice", "model", "micro_batches", "sequence_parallel", "options"),  # two by default
-    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index not in (5, 7))) for index, one in enumerate(CASES)],
+    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index not in (5, 7, 10))) for index, one in enumerate(CASES)],
 )
 def test_a_pretended_rank_does_what_a_real_one_does(
     ranks: RankPool,
@@ -106,6 +116,15 @@ def test_a_pretended_rank_does_what_a_real_one_does(
     assert memory.at_rest["activations"] == memory.at_rest["communication"] == 0
     if "activation_checkpointing" not in options:  # which keeps states of the CPU's random generator
         assert memory.peak_bytes == pytest.approx(peak, rel=0.005)
+
+
+def test_the_last_rank_of_a_contiguous_ring_speaks_for_all() -> None:
+    """It sees all tokens before its own, and the first rank only its own."""
+    speakers = {
+        way: speaker(RunConfig.of(choice="tp", mesh="dp=2,cp=2", context_parallel=way)) for way in ("ring", "zigzag")
+    }
+    assert speakers == {"ring": 1, "zigzag": 0}
+    assert speaker(RunConfig.of(choice="tp", mesh="cp=2,tp=2", context_parallel="ring")) == 2
 
 
 def test_groups_of_strided_ranks_use_the_link_between_nodes() -> None:
