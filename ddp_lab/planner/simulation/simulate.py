@@ -46,8 +46,8 @@ TRIES = ("reference.fsdp2", "sharding.parts.sharded")
 
 
 def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int | None = None) -> Simulated:
-    """One optimizer step of `rank` (default: `speaker`), from the end of the step before to its own end, once the strategy
-    has settled.
+    """One optimizer step of `rank` (default: `speaker`), from the end of the step before to its own end, once the
+    strategy has settled.
 
     With a pipeline, all of its ranks are simulated. Times are means over them, and memory is that of the rank that
     holds most.
