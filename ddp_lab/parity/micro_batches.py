@@ -27,12 +27,10 @@ class MicroBatches:
         self.number, self.keys = -1, list[list[int]]()
         self._masks = list[Tensor | None]()
         self._calls: dict[str, int] = {}
-        self._is_known = False
 
     def know(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
         """All micro-batches of the step, ahead: a stage of a pipeline does not see them."""
         if self._in_pipeline:
-            self._is_known = True
             for batch in micro_batches:
                 self._add(batch)
 

@@ -68,8 +68,7 @@ class Recorder:
         else:
             self._hook_optimizers()
         self._is_over, self._optimizers = False, 0  # updated, not yet read; optimizers within one another that step
-        self._replace(torch.Tensor, "backward", self._around_backward)
-        self._replace(torch.nn.utils, "clip_grad_norm_", self._around_clipping)
+        self._hook_clipping()
 
     def close(self) -> None:
         """Stop recording, and leave nothing behind in the loop."""
@@ -82,7 +81,7 @@ class Recorder:
 
     def _open(self) -> None:
         self._rows, self._order, self._tensors = store.Rows(), 0, dict[str, list[Tensor]]()
-        self._facts: dict[str, Any] = {"losses": [], "norms": [], "masks": {}}
+        self._facts: dict[str, Any] = {"norms": [], "masks": {}}
         self._micro_batches.begin_step()
 
     def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -92,9 +91,6 @@ class Recorder:
         if optimizer is not None:
             of_all = self._facts.setdefault("optimizer", {})
             of_all |= subject.settings(optimizer, lambda p: self._names.get(id(p)))
-        self._facts["loss_scale"] = (
-            self._of.verdict.loss_scale if isinstance(self._of, Strategy) and self._of.scaler else None
-        )
 
     def _end_step(self) -> None:
         """Read what the step has made, as late as can be: a loop may send or average parameters after `step()`."""
@@ -116,7 +112,6 @@ class Recorder:
                 "frozen": [subject.plain(n) for n, p in self._module.named_parameters() if not p.requires_grad],
             }
         )
-        facts["losses"] = [float(loss) for loss in facts["losses"]]
         facts["norms"] = [float(norm) for norm in facts["norms"]]
         facts["masks"] = {name: [int(one) for one in drawn] for name, drawn in facts["masks"].items()}
         store.write(self._folder, self._rank, self._step, self._rows, facts, self._tensors)
@@ -275,27 +270,17 @@ class Recorder:
             register_optimizer_step_post_hook(after).remove,
         ]
 
-    def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        before = getattr(owner, name)
-        setattr(owner, name, wraps(before)(make(before)))
-        self._undo.append(lambda: setattr(owner, name, before))
+    def _hook_clipping(self) -> None:
+        clip = torch.nn.utils.clip_grad_norm_
 
-    def _around_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._end_step()
-            if loss.dim() == 0:
-                self._facts["losses"].append(loss.detach().clone())
-            return backward(loss, *args, **kwargs)
-
-        return watched
-
-    def _around_clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(clip)
         def watched(*args: Any, **kwargs: Any) -> Any:
             norm = clip(*args, **kwargs)
             self._facts["norms"].append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm.detach())
             return norm
 
-        return watched
+        torch.nn.utils.clip_grad_norm_ = watched
+        self._undo.append(lambda: setattr(torch.nn.utils, "clip_grad_norm_", clip))
 
 
 def _values(output: Any) -> Any:

@@ -50,7 +50,7 @@ def load(config: RunConfig) -> type[Strategy]:
 
 def is_cut(config: RunConfig) -> bool:
     """Whether the mesh cuts the model over ranks."""
-    return config.cuts_layers or config.has_stages or config.cuts_tokens or config.has_experts
+    return config.cuts_layers or config.has_stages or config.cuts_tokens
 
 
 def speaker(config: RunConfig) -> int:

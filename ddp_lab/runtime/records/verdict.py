@@ -35,7 +35,8 @@ def verdict(record: Row) -> list[str]:
     if not rows:
         return []
     found = [*judged(record, rows), *near_limit(record["memory"])]
-    return ["; ".join(one.said for one in found), found[0].advice]
+    first = next((one for one in found if one.share), found[-1])  # memory has no share of a step, and something to try
+    return ["; ".join(one.said for one in found), first.advice]
 
 
 def judged(record: Row, rows: Sequence[Row]) -> list[Finding]:
@@ -115,7 +116,7 @@ def near_limit(memory: Sequence[Row]) -> Iterator[Finding]:
     peak, limit = held[rank]
     if peak >= NEAR * limit:
         said = f"memory is near the limit: rank {rank} held {peak / 2**30:.1f} of {limit / 2**30:.1f} GiB"
-        advice = "--activation-checkpointing full, smaller micro-batches (--grad-accum-steps), or a choice that shards"
+        advice = "--activation-checkpointing block, smaller micro-batches (--grad-accum-steps), or a choice that shards"
         yield Finding(0, said, advice)
 
 

@@ -17,6 +17,7 @@ from ddp_lab.runtime.records.waits import lateness
 from ddp_lab.runtime.run import train_and_record
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.sequence import recorded_collectives
+from ddp_lab.strategy.recompute.setting import Recomputation
 from tests.ranks import RankPool
 from tests.runtime.test_own_workload import written
 from tests.runtime.test_run import record_of
@@ -125,7 +126,8 @@ ROWS = [
     (record(row(core=30, data=70, **CPU), row(1, data=70, **CPU)), "input-bound", "ready"),  # more than that
     (record(row(), row(1), gpu_sharing="2 ranks a GPU"), "withheld: ranks share a GPU", "a GPU for each"),
     (record(row(), step_time_s=[0.1, None, 0.1, 0.1]), "unknown: 2 of 4 steps are timed", "--max-steps"),
-    (record(row(), row(1), memory=FULL), "GPU-bound", "report"),
+    (record(row(), row(1), memory=FULL), "GPU-bound", "--activation-checkpointing block, smaller micro-batches"),
+    (record(row(data=20, **CPU), row(1, data=20, **CPU), memory=FULL), "input-bound", "make samples ready"),
 ]
 
 
@@ -134,6 +136,11 @@ def test_rows_of_a_record(found: dict[str, Any], said: str, advice: str) -> None
     first, then = verdict(found)
     assert first.startswith(said) and advice in then, (first, then)
     assert ("memory is near the limit: rank 3 held 75.0 of 79.0 GiB" in first) == (found["memory"] is FULL)
+
+
+def test_what_is_advised_can_be_given() -> None:
+    _, advice = verdict(record(row(), row(1), memory=FULL))
+    assert Recomputation.parse(advice.partition(",")[0].removeprefix("--activation-checkpointing ")) is not None
 
 
 def test_several_findings_come_by_size_and_the_page_shows_them() -> None:
