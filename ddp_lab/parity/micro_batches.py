@@ -74,8 +74,9 @@ class MicroBatches:
         return self._masks[number] if 0 <= number < len(self._masks) else None
 
 
-def rows_of(tensor: Tensor, batches: MicroBatches, number: int) -> tuple[Tensor, list[int]]:
-    """An output as rows, one for each sample, and their keys. One row if it is not of samples.
+def rows_of(tensor: Tensor, batches: MicroBatches, number: int) -> tuple[Tensor, list[int], list[int]]:
+    """An output as rows, one for each sample, their keys, and how many elements of each are of no filling. One row if
+    it is not of samples.
 
     Samples are along dimension 0, or 1 if that does not fit; tokens of all samples may be in one dimension.
     """
@@ -84,9 +85,11 @@ def rows_of(tensor: Tensor, batches: MicroBatches, number: int) -> tuple[Tensor,
     if count and tensor.numel():
         if tensor.shape[0] == count or (tensor.dim() > 1 and tensor.shape[1] == count):
             rows = tensor if tensor.shape[0] == count else tensor.transpose(0, 1)
+            filled = [tensor.numel() // count] * count
             if mask is not None and rows.dim() > 1 and rows.shape[1] == mask.shape[1]:
                 rows = rows * mask.view(*mask.shape, *[1] * (rows.dim() - 2)).to(rows.dtype)
-            return rows.reshape(count, -1), keys
+                filled = [tokens * filled[0] // mask.shape[1] for tokens in mask.sum(1).tolist()]
+            return rows.reshape(count, -1), keys, filled
         if tensor.shape[0] % count == 0:
-            return tensor.reshape(count, -1), keys
-    return tensor.reshape(1, -1), [store.WHOLE]
+            return tensor.reshape(count, -1), keys, [tensor.numel() // count] * count
+    return tensor.reshape(1, -1), [store.WHOLE], [tensor.numel()]

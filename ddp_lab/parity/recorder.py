@@ -122,7 +122,7 @@ class Recorder:
 
     def _add_part(self, kind: str, of: subject.Part) -> None:
         name, part, shape, numbers = of
-        self._add(numbers[None], [store.WHOLE], kind, name, 0, prod(shape), "", part)
+        self._add(numbers[None], [store.WHOLE], kind, name, 0, [prod(shape)], "", part)
 
     def _add(
         self,
@@ -131,13 +131,13 @@ class Recorder:
         kind: str,
         name: str,
         call: int,
-        elements: int,
+        elements: list[int],
         dtype: str,
         part: int = -1,
     ) -> None:
         self._order += 1
         here = {"kind": kind, "name": name, "call": call, "micro_batch": self._micro_batches.number, "part": part}
-        self._rows.add(numbers, keys, **here, order=self._order, elements=elements, dtype=dtype)
+        self._rows.add(numbers, keys, elements, **here, order=self._order, dtype=dtype)
 
     # Modules ----------------------------------------------------------------------------------------------------------
 
@@ -210,9 +210,11 @@ class Recorder:
 
         def add(gradient: Tensor) -> None:
             each = gradient.detach() if by is None else gradient.detach() * by
-            rows, keys = rows_of(each, self._micro_batches, number)
+            rows, keys, _ = rows_of(each, self._micro_batches, number)
             shares = rows.double().view(len(rows), -1, parameter.numel()).sum(1)
-            self._add(sketch.of_rows(shares), keys, store.SHARE, f"{name}.{of}", 0, parameter.numel(), "float64")
+            self._add(
+                sketch.of_rows(shares), keys, store.SHARE, f"{name}.{of}", 0, [parameter.numel()] * len(keys), "float64"
+            )
 
         output.register_hook(add)
 
@@ -220,9 +222,9 @@ class Recorder:
         local = subject.local(tensor)
         if name == self.whole:
             self._tensors.setdefault(kind, []).append(local.cpu().clone())
-        rows, keys = rows_of(local, self._micro_batches, number)
+        rows, keys, elements = rows_of(local, self._micro_batches, number)
         now, self._micro_batches.number = self._micro_batches.number, number
-        self._add(sketch.of_rows(rows), keys, kind, name, call, rows.shape[1], str(local.dtype)[6:])
+        self._add(sketch.of_rows(rows), keys, kind, name, call, elements, str(local.dtype)[6:])
         self._micro_batches.number = now
 
     # The loop's own calls ---------------------------------------------------------------------------------------------

@@ -35,12 +35,13 @@ class Rows:
     columns: dict[str, list[Any]] = field(default_factory=dict)
     numbers: list[Any] = field(default_factory=list)
 
-    def add(self, numbers: Any, keys: Sequence[int], **same: Any) -> None:
+    def add(self, numbers: Any, keys: Sequence[int], elements: Sequence[int], **same: Any) -> None:
         """`numbers`: fp64 of shape (len(keys), `SIZE` + `MOMENTS`)."""
         self.numbers.append(numbers)
         for name, value in same.items():
             self.columns.setdefault(name, []).extend([value] * len(keys))
         self.columns.setdefault("key", []).extend(keys)
+        self.columns.setdefault("elements", []).extend(elements)
 
     def frame(self) -> pd.DataFrame:
         if not self.numbers:

@@ -26,7 +26,7 @@ class Table:
         sketches: fp64 of shape (rows, `SIZE`); of parameters, those of their updates.
         moments: fp64 of shape (rows, `MOMENTS`).
         held: Of parameters, the norm of what is updated.
-        elements: In a sample, or in a whole tensor, as the rank has it.
+        elements: In a sample, without filling, or in a whole tensor, as the rank has it.
         places: Rows by quantity, in the order in which they were made.
     """
 

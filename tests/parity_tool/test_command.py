@@ -82,6 +82,7 @@ STRATEGIES = {
     "tp": ["--choice", "zero1", "--mesh", "dp=2,tp=2", "--ranks", "4", *LANGUAGE],
 }
 MORE = {
+    "filling": ["--choice", "zero1", "--workload", "sample", "--device", "cpu", "--train-samples", "16"],
     "flat": ["--choice", "flat_ddp", "--ranks", "3", *PLAIN],
     "hook": ["--choice", "simple_ddp_hook", *PLAIN],
     "buckets": ["--choice", "bucket_ddp_async", "--clip-grad-norm", "0.1", *LANGUAGE],

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from ddp_lab.parity import watch
 from ddp_lab.parity.answer import Answer
 from ddp_lab.parity.comparison import compare
-from ddp_lab.parity.store import read
+from ddp_lab.parity.store import OUTPUT, read
 from tests.parity_tool.loops import train
 from tests.parity_tool.test_faults import run_both
 from tests.ranks import RankPool
@@ -49,3 +52,36 @@ def test_agree(name: str, ranks: RankPool, tmp_path: Path) -> None:
 
 def train_as(folder: Path, how: dict[str, Any]) -> None:
     train(folder, **how)
+
+
+def padded_run(folder: Path, micro_batches: int) -> None:
+    """Samples of other lengths. A micro-batch is as long as its longest."""
+    torch.manual_seed(0)
+    model = Padded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = watch(model, folder, steps=1)
+    lengths = torch.tensor([2, 3, 5, 8])
+    words = torch.randint(1, 9, (4, 8), generator=torch.Generator().manual_seed(1))
+    for some, long in zip(words.chunk(micro_batches), lengths.chunk(micro_batches), strict=True):
+        mask = (torch.arange(int(long.max())) < long[:, None]).long()
+        (model(some[:, : mask.shape[1]], attention_mask=mask) / lengths.sum()).backward()
+    optimizer.step()
+    recorder.close()
+
+
+class Padded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 3)
+
+    def forward(self, words: Tensor, attention_mask: Tensor) -> Tensor:
+        return (self.head(self.embed(words)).square().sum(-1) * attention_mask).sum()
+
+
+def test_filling_does_not_count(tmp_path: Path) -> None:
+    padded_run(tmp_path / "a", 1)
+    padded_run(tmp_path / "b", 2)
+    made = compare(*(read(tmp_path / run) for run in "ab"))
+    assert [one for one in made.quantities if one.kind == OUTPUT]
+    assert {one.way for one in made.quantities} == {"equal"}
+    assert made.first is None
