@@ -62,9 +62,12 @@ def through_experts(
         The weighted sums, (tokens, features); bytes of the rows that this rank has sent and got back.
     """
     places = chosen.flatten()
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=hidden.device)
+    counts = hidden.new_zeros(experts + 1, dtype=torch.int64)
     counts = counts.scatter_add_(0, places, torch.ones_like(places))[:-1]
-    sent, received, lengths, arriving = exchange_counts(counts, group)
+    both = exchange_counts(counts, group)
+    going, coming = on_host(both, len(places))
+    sent, received = ([sum(of_rank) for of_rank in each] for each in (going, coming))
+    lengths, arriving = [sum(of_one) for of_one in zip(*coming, strict=True)], both[1]
     order = places.argsort(stable=True)[: sum(sent)]
     arrived = Exchange.apply(hidden[order // chosen.shape[1]], sent, received, group)
     size, own = arriving.shape
@@ -77,18 +80,19 @@ def through_experts(
     return summed.to(hidden.dtype), sum(sent) * hidden.shape[1] * (hidden.itemsize + back.itemsize)
 
 
-def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int], list[int], Tensor]:
-    """How many rows go to each rank, come from each rank, and come for each expert of this rank. Collective.
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """How many rows go from this rank to each rank's experts, and come from each rank for each expert of this rank, (2,
+    ranks, experts of a rank). Collective.
 
     Args:
         counts: Rows of this rank for each expert of all ranks.
-
-    Returns:
-        These, and on the device the rows that come by rank and expert, (ranks, experts of this rank).
     """
     others = torch.empty_like(counts)
     dist.all_to_all_single(others, counts, group=group)
-    both = torch.stack([counts, others]).view(2, dist.get_world_size(group), -1)
-    own, found = both.tolist()  # the one wait for the device
-    sent, received = ([sum(of_rank) for of_rank in each] for each in (own, found))
-    return sent, received, [sum(of_one) for of_one in zip(*found, strict=True)], both[1]
+    return torch.stack([counts, others]).view(2, dist.get_world_size(group), -1)
+
+
+def on_host(both: Tensor, rows: int) -> list[list[list[int]]]:
+    """What `exchange_counts` answers, for the host: the one wait for the device. The planner, where nobody counts, puts
+    in its place what follows from `rows`, that this rank sends if no token is dropped."""
+    return both.tolist()

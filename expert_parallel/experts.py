@@ -81,11 +81,17 @@ class Shared(torch.autograd.Function):
 
 def products(rows: Tensor, weights: Tensor, lengths: Sequence[int], counts: Tensor) -> Tensor:
     """Rows of each expert times its weight. Shapes: (rows, inputs), (experts, outputs, inputs) to (rows, outputs)."""
-    if rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= GROUPED_FROM:
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights.dtype
+    kind = rows.device.type
+    if has_kernel(rows.device):
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
         return grouped(rows.to(dtype), weights.to(dtype), counts)
     pairs = zip(rows.split(list(lengths)), weights.unbind(), strict=True)
     return torch.cat([functional.linear(own, weight) for own, weight in pairs])
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether one kernel multiplies the rows of all experts."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= GROUPED_FROM
 
 
 def grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

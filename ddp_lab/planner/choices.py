@@ -7,7 +7,7 @@ import sharding
 import tensor_parallel
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import SHARD, Mesh
+from ddp_lab.runtime.mesh import EXPERT, SHARD, Mesh
 from ddp_lab.strategy.registry import Registry
 
 FAMILIES: Mapping[str, Registry] = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}
@@ -18,7 +18,7 @@ CUT = {"main_parallel.py": tensor_parallel.REGISTRY}
 
 def families_of(mesh: Mesh | None) -> Mapping[str, Registry]:
     """The choices that a mesh is for, by entrypoint."""
-    if mesh is None or mesh.model_size == 1:
+    if mesh is None or (mesh.model_size == 1 and EXPERT not in mesh.degrees):
         return {"main_shard.py": sharding.REGISTRY} if mesh and SHARD in mesh.degrees else FAMILIES
     return CUT
 

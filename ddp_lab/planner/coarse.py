@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ddp_lab.planner.accounting import PRECISIONS, STAGES, state_bytes
 from ddp_lab.planner.plan import Case, Outcome, Task
-from ddp_lab.runtime.mesh import PIPELINE, SHARD, TENSOR, Mesh
+from ddp_lab.runtime.mesh import EXPERT, PIPELINE, SHARD, TENSOR, Mesh
 from pipeline_parallel.actions import Shape
 from pipeline_parallel.checks import lists_of, run_on_paper
 from pipeline_parallel.schedules import SCHEDULES
@@ -47,7 +47,7 @@ def least_states(case: Case, choice: str, elements: int) -> Mapping[str, float]:
     strategy, mesh = case.config.strategy, case.mesh
     if strategy.param_dtype or strategy.master_dtype or strategy.offload:
         return {}
-    cut = tensor_ranks(mesh) * stages(case)
+    cut = tensor_ranks(mesh) * stages(case) * (mesh.degree(EXPERT) if mesh else 1)  # as if all were experts
     shards = mesh.degree(SHARD) if mesh and SHARD in mesh.degrees else case.cluster.world_size // cut
     other = "zero3" if "fsdp" in choice else "replicated"
     stage = next((stage for stage in STAGES if choice.endswith(stage)), other)

@@ -81,8 +81,6 @@ def planned(options: argparse.Namespace) -> Plan:
     cases, left_out = cases_of(options)
     if any(case.config.cuts_tokens and case.config.has_stages for case in cases):
         raise UserError("--mesh with cp and pp: no plan knows what both cost together; plan each with dp and tp")
-    if any(case.config.has_experts for case in cases):
-        raise UserError("--mesh with ep: no plan knows what it costs yet; plan with dp, and train with ep")
     wanted = options.choices.split(",") if options.choices else None
     choices(wanted, [case.mesh for case in cases])  # each goes with one of them
     tasks = [(case, name) for case in cases for name in choices(None, [case.mesh]) if not wanted or name in wanted]

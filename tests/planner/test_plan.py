@@ -28,6 +28,8 @@ from ddp_lab.planner.report.command_line import runner_command
 from ddp_lab.planner.report.recommendation import reasons, recommended
 from ddp_lab.planner.report.table import Plan, framed, interval
 from ddp_lab.progress import long_work
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.causal_lm import sample_model
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
 from ddp_lab.runtime.records.flops import model_flops
@@ -282,6 +284,18 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     assert (known.step_time_low_ms < known.step_time_ms).all() and (known.step_time_high_ms > known.step_time_ms).all()
     reason = "not installed; run: uv sync" if sharding.REGISTRY.missing else "DeepSpeed compiles extensions of its own"
     assert reason in table.note[3]
+
+
+def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path: Path) -> None:
+    """That of workload sample-moe. What the plan assumes of routing is said; nothing else is cut there."""
+    model = sample_model(RunConfig(workload="sample-moe"))
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    where = ["--gpus", "4xL4", "--link", "pcie4", "--task", "causal-lm", "--sequence-length", "128", "--jobs", "1"]
+    answer = plan("--model", str(tmp_path), *where, "--mesh", "dp=2,ep=2", "--choices", "zero1")
+    assert answer.returncode == 0, answer.stderr
+    assert "(4.7 M parameters)" in answer.stdout and "Take zero1@dp2-ep2 (main_parallel.py" in answer.stdout
+    assert "Experts: each is assumed to get equally many tokens" in answer.stdout
+    assert "Experts: " not in plan(*TINY, *WHERE, "--choices", "zero1", "--jobs", "1").stdout
 
 
 def test_a_terminal_shows_a_bar_below_what_is_done(

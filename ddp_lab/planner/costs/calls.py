@@ -3,7 +3,7 @@
 A record of operators is keyed by these numbers, and the simulator looks times up by them. So both take them from here.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -45,14 +45,16 @@ end in an underscore read it, too."""
 ONLY_READ = frozenset({"grads"})
 """Arguments of fused optimizers that a schema calls written. They are written only with a gradient scaler."""
 
-FLOPS = {
+FLOPS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
+    aten._grouped_mm: lambda rows, other, *_, **__: 2 * rows.numel() * other.shape[-1],
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         aten._scaled_dot_product_flash_attention_backward
     ],
 }
-"""Formulas of torch's counter, and attention's on CPU, which it lacks."""
+"""Formulas of torch's counter, and what it lacks: attention's on CPU, and of grouped products (rows of each expert
+times its weight; the gradient of that weight)."""
 
 NOT_COMPUTE = frozenset({"prim", "profiler", "c10d", "_c10d_functional"})
 """Namespaces of operators that read properties of tensors, mark a profile, or communicate."""

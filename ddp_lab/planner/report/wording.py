@@ -59,7 +59,9 @@ def certainty(plan: Plan) -> list[str]:
     )
     has_host = is_cuda and plan.case.config.strategy.offload
     host = [f"Host: {hardware.host(cluster.ranks_per_node).source}."] if has_host else []
+    routed = ["Experts: each is assumed to get equally many tokens; one that gets more holds up all ranks."]
     return [
+        *routed * any(case.config.has_experts for case in plan.cases),
         f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {LINK_ERROR:.0%}. "
         f"To spare: {spare}.",
         *costs.sources,

@@ -101,6 +101,10 @@ class Clock:
         self._pass_until(self._issued_s)
         self._compute(seconds)
 
+    def read_by_host(self) -> None:
+        """The host waits for the device, and issues what follows from now on."""
+        self._issued_s = max(self._issued_s, self.now_s)
+
     def _compute(self, seconds: float) -> None:
         begin, left = self.now_s, seconds
         if not self._active:

@@ -50,7 +50,7 @@ def load(config: RunConfig) -> type[Strategy]:
 
 def is_cut(config: RunConfig) -> bool:
     """Whether the mesh cuts the model over ranks."""
-    return config.cuts_layers or config.has_stages or config.cuts_tokens
+    return config.cuts_layers or config.has_stages or config.cuts_tokens or config.has_experts
 
 
 def speaker(config: RunConfig) -> int:
@@ -126,7 +126,7 @@ def on_mesh(
     """
     if groups is None:
         return options
-    if groups.mesh.model_size > 1:
+    if is_cut(config):
         parallelize = tensor_parallel.REGISTRY.load_parallelize(config.choice)
         with mock.patch.object(channels, "Channel", partial(KnownChannel, forms)):
             options = replace(options, model_parallel=parallelize(module, config, groups, CPU))

@@ -21,6 +21,7 @@ from ddp_lab.planner.costs.links import LinkCosts
 from ddp_lab.planner.costs.volumes import MESSAGE
 from ddp_lab.planner.models import first_line
 from ddp_lab.planner.simulation.clock import Clock
+from ddp_lab.planner.simulation.experts import evenly_routed
 from ddp_lab.planner.simulation.memory import HOST, MemoryTracker
 from ddp_lab.planner.simulation.meshed import Forms, groups_of, load, on_mesh, pipeline_of, speaker
 from ddp_lab.planner.simulation.network import CannotSimulate, Issued, Network
@@ -126,6 +127,8 @@ class Simulation:
             groups = stack.enter_context(groups_of(config, self.network.cluster))
             if self.is_cuda:
                 stack.enter_context(pretended_streams(self.streams))
+            if config.has_experts:
+                stack.enter_context(evenly_routed(self.is_cuda, self.clock.read_by_host))
             stack.enter_context(without_data(self.device, self.memory, self.is_cuda))
             for batch in self.micro_batches:
                 self.memory.note(batch.values(), "other", anywhere=True)

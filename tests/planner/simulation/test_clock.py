@@ -79,6 +79,9 @@ def test_the_device_waits_for_a_host_that_is_behind() -> None:
     for seconds in (1e-3, *[10e-6] * 10):
         clock.compute(seconds)
     assert clock.now_s == pytest.approx(275e-6 + 1e-3 + 100e-6)
+    clock.read_by_host()  # which was ahead
+    clock.compute(10e-6)
+    assert clock.now_s == pytest.approx(1375e-6 + 35e-6)
 
 
 def test_network_cards_slow_compute_by_a_part() -> None:

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from ddp_lab.planner.contracts import MODEL_STATES
 from ddp_lab.planner.costs.cluster import Link
@@ -18,6 +20,7 @@ from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.strategy.accounting import storage_bytes
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
+from expert_parallel.balance import Balance
 from tests.models import build, make_batch
 from tests.parity import load, options_of
 from tests.pipeline_parallel.pipelines import strategy_in_pipeline
@@ -41,6 +44,11 @@ CASES = [
     ("dp=2,cp=2", "zero1", "lm, gqa", 2, False, {"context_parallel": "zigzag"}),
     ("dp=2,cp=2", "zero3", "lm, gpt2", 1, False, {"context_parallel": "ulysses"}),
     ("cp=4", "tp", "lm, gqa", 1, False, {"context_parallel": "ring", "precision": "bf16", "bucket_cap_mb": 25.0}),
+    ("dp=2,ep=2", "zero1", "lm, mixtral", 2, False, {}),
+    ("dp=2,ep=2", "zero3", "lm, qwen", 1, False, {"precision": "bf16"}),
+    ("dp=2,ep=2", "simple_ddp", "lm, mixtral, no term", 2, False, {}),
+    ("ep=2,tp=2", "zero2", "lm, mixtral", 2, False, {}),
+    ("ep=4", "tp", "lm, qwen3", 1, False, {"activation_checkpointing": "block", "bucket_cap_mb": 25.0}),
 ]
 
 
@@ -48,12 +56,12 @@ CASES = [
 def real_strategy(
     mesh: str, choice: str, model: str, sequence_parallel: bool, options: dict[str, Any]
 ) -> Iterator[Strategy]:
-    if "tp" in mesh:
-        with strategy_on_mesh(mesh, choice, model, sequence_parallel, "adam", **options) as strategy:
+    if {"cp", "ep"} & Mesh.parse(mesh).degrees.keys():
+        with strategy_in_pipeline(mesh, choice, model, optimizer="adam", **options) as strategy:
             yield strategy
         return
-    if "cp" in mesh:
-        with strategy_in_pipeline(mesh, choice, model, optimizer="adam", **options) as strategy:
+    if "tp" in mesh:
+        with strategy_on_mesh(mesh, choice, model, sequence_parallel, "adam", **options) as strategy:
             yield strategy
         return
     named = ("sharding" if "shard" in mesh else "ddp", choice)
@@ -88,8 +96,11 @@ def real_step(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "choice", "model", "micro_batches", "sequence_parallel", "options"),  # two by default
-    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index not in (5, 7, 10))) for index, one in enumerate(CASES)],
+    ("mesh", "choice", "model", "micro_batches", "sequence_parallel", "options"),  # some by default
+    [
+        pytest.param(*one, marks=[pytest.mark.exhaustive] * (index not in (5, 7, 10, 13)))
+        for index, one in enumerate(CASES)
+    ],
 )
 def test_a_pretended_rank_does_what_a_real_one_does(
     ranks: RankPool,
@@ -100,7 +111,8 @@ def test_a_pretended_rank_does_what_a_real_one_does(
     sequence_parallel: bool,
     options: dict[str, Any],
 ) -> None:
-    """Collectives by kind and group size; memory at rest and at the peak."""
+    """Collectives by kind and group size; memory at rest and at the peak. Of ranks that hold experts some get more rows
+    than others, so bytes of these and peaks are means."""
     more = {"mesh": mesh, "sequence_parallel": sequence_parallel, "clip_grad_norm": CLIP}
     simulation = Simulation(setting(choice, model, micro_batches, **more, **options), cluster(4), COSTS, rank=1)
     with simulation.running():
@@ -109,13 +121,43 @@ def test_a_pretended_rank_does_what_a_real_one_does(
         wanted, seen = announced(simulation.strategy, micro_batches, clips=True), Totals()
         for issued in simulation.observer.issued:
             add(seen, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
+        kept = known_of_load(simulation.strategy)
     assert seen == wanted
-    issued, held, peak = ranks.run(4, real_step, mesh, choice, model, micro_batches, sequence_parallel, options)[1]
+    found = ranks.run(4, real_step, mesh, choice, model, micro_batches, sequence_parallel, options)
+    issued, held, peak = found[1]
+    if "ep" in Mesh.parse(mesh).degrees:
+        calls, _ = issued[rows := ("all_to_all", Mesh.parse(mesh).degree("ep"))]
+        assert all(totals[rows][0] == calls for totals, *_ in found)
+        issued = issued | {rows: (calls, round(fmean(totals[rows][1] for totals, *_ in found)))}
+        peak = fmean(most for *_, most in found)
     assert seen == issued
     assert {name: memory.at_rest[name] for name in MODEL_STATES} == {name: held[name] for name in MODEL_STATES}
-    assert memory.at_rest["activations"] == memory.at_rest["communication"] == 0
+    assert memory.at_rest["activations"] + memory.at_rest["communication"] == kept
     if "activation_checkpointing" not in options:  # which keeps states of the CPU's random generator
         assert memory.peak_bytes == pytest.approx(peak, rel=0.005)
+
+
+def known_of_load(strategy: Strategy) -> int:
+    """Bytes that are kept of a step about the load of experts."""
+    if strategy.model_parallel is None or not isinstance(balance := strategy.model_parallel.balance, Balance):
+        return 0
+    assert strategy.verdict.load is not None
+    parts = [*vars(balance).values(), *vars(balance.round).values(), *balance.round.load.values()]
+    return storage_bytes(part for part in [*parts, strategy.verdict.load.tensor()] if isinstance(part, Tensor))
+
+
+def test_experts_in_one_kernel_compute_what_a_loop_does() -> None:
+    """A GPU's kernel, of which torch counts no FLOPs, and products of a CPU, one for each expert."""
+    flops, kernels = [], []
+    for kind in ("cpu", "cuda"):
+        one = setting("simple_ddp", "lm, mixtral", mesh="dp=2,ep=2")
+        simulation = Simulation(one, cluster(4, kind), COSTS)
+        with simulation.running():
+            simulation.measure()
+            calls = [call for call, *_ in simulation.observer.computed]
+        flops.append(sum(call.flops for call in calls))
+        kernels.append(sum("grouped" in call.name for call in calls))
+    assert flops[0] == flops[1] and kernels == [0, 2 * 2 * 3]  # layers, products, with two gradients
 
 
 def test_the_last_rank_of_a_contiguous_ring_speaks_for_all() -> None:
