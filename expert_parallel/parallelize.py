@@ -90,6 +90,7 @@ class Traffic:
 
     Args:
         names: Of the mixtures.
+        balance: Of the load of experts, which ranks tell each other. None: they do not.
         recomputed: Which blocks run again in backward.
         over_tensor: What the layers send over `tp`; None: nothing. The mixtures' f and g are put to it here.
     """
@@ -98,7 +99,7 @@ class Traffic:
         self,
         names: Iterable[str],
         groups: MeshGroups,
-        balance: Balance,
+        balance: Balance | None,
         recomputed: Recomputed,
         over_tensor: TensorTraffic | None = None,
     ) -> None:
@@ -111,8 +112,13 @@ class Traffic:
     def through(self, hidden: Tensor, chosen: Tensor, weights: Tensor, compute: Compute, experts: int) -> Tensor:
         """See `through_experts`."""
         summed, nbytes = through_experts(hidden, chosen, weights, experts, compute, self._group)
-        self._experts, self._row_bytes, self._weight_bytes = experts, nbytes, weights.nbytes
+        self.saw(experts, nbytes, weights.nbytes)
         return summed
+
+    def saw(self, experts: int, row_bytes: int, weight_bytes: int = 0) -> None:
+        """The latest forward pass: how many experts a layer has, the bytes of rows that this rank sent, there
+        and back, and of its tokens' weights."""
+        self._experts, self._row_bytes, self._weight_bytes = experts, row_bytes, weight_bytes
 
     def cuts_each(self, name: str, features: int) -> None:
         """The experts of a mixture are cut over `tp`, too: hidden states of so many features come and go."""
@@ -125,7 +131,8 @@ class Traffic:
         gets, which on average over ranks are as many."""
         layers = len(self._names)
         again = sum(enclosing(name, self._recomputed.again) is not None for name in self._names)
-        ahead, backward = layers * self._balance.passes_ahead(micro_batches), layers * micro_batches
+        passes_ahead = self._balance.passes_ahead(micro_batches) if self._balance else 0
+        ahead, backward = layers * passes_ahead, layers * micro_batches
         forward = ahead + backward + again * micro_batches
         size, counts = dist.get_world_size(self._group), 8 * self._experts * forward
         rows = self._row_bytes * (forward + backward)
@@ -133,13 +140,14 @@ class Traffic:
             Collective("all_to_all", forward, counts, size, "bookkeeping", EXPERT),
             Collective("all_to_all", 2 * (forward + backward), rows, size, "activations", EXPERT, varies=True),
         ]
-        load = 8 * (layers * (self._experts + 1) + 1)
-        over = EXPERT if 1 < size == self._everyone else DATA  # all that see different samples
-        sent.append(Collective("all_reduce", 1, load, self._everyone, "bookkeeping", over))
+        if self._balance is not None:
+            load = 8 * (layers * (self._experts + 1) + 1)
+            over = EXPERT if 1 < size == self._everyone else DATA  # all that see different samples
+            sent.append(Collective("all_reduce", 1, load, self._everyone, "bookkeeping", over))
         if self._over_tensor is not None:
             weights = self._weight_bytes * backward
             sent.append(Collective("all_reduce", backward, weights, self._over_tensor.ranks.size, "activations"))
-            sent += self._over_tensor.of_forward(self._balance.passes_ahead(micro_batches))
+            sent += self._over_tensor.of_forward(passes_ahead)
             sent += self._over_tensor(micro_batches)
         return [one for one in sent if one.count]
 

@@ -65,6 +65,7 @@ class FSDP2(Strategy):
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         self.root, before = TensorsBeside(self.module), dict(self.module.named_parameters())
         try:
+            self.shard_within_blocks(settings)
             for block in find_blocks(self.module):
                 fully_shard(block, reshard_after_forward=self.frees_blocks_after_forward, **settings)
             self.fsdp = fully_shard(self.root, reshard_after_forward=False, **settings)  # backward begins with it
@@ -75,6 +76,9 @@ class FSDP2(Strategy):
         for name, parameter in self.module.named_parameters():
             copy_attributes(before[name], parameter)
         self._has_run, self._sums_replicas = False, True
+
+    def shard_within_blocks(self, settings: dict[str, Any]) -> None:
+        """Shard parts of blocks that need other `settings` of `fully_shard`."""
 
     def mesh(self) -> DeviceMesh:
         """Over which parameters are sharded. With replicas it has two dimensions, and FSDP2 shards over the second."""
@@ -216,23 +220,27 @@ class FSDP2(Strategy):
             local(tensor).copy_(local(received))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        size = self.shard_size
+        own = self.traffic_of(self.units, self.shard_size, micro_batches)
+        return [*own, *buffer_broadcasts(self.module, self.group_size)]
+
+    def traffic_of(self, units: Iterable[Any], size: int, micro_batches: int, dimension: str = "") -> list[Collective]:
+        """Of `units` that are sharded over `size` ranks, along `dimension`."""
         gathered, reduced = [], []
-        for unit, leaves in self.units.items():
+        for unit in units:
             is_regathered = self.frees_blocks_after_forward and unit is not self.fsdp
+            leaves = self.units[unit].values()
             if leaves:
-                gathered += [padded_bytes(map(local, leaves.values()), size)] * (2 if is_regathered else 1)
-            if trained := [local(leaf) for leaf in leaves.values() if leaf.requires_grad]:
+                gathered += [padded_bytes(map(local, leaves), size)] * (2 if is_regathered else 1)
+            if trained := [local(leaf) for leaf in leaves if leaf.requires_grad]:
                 reduced.append(padded_bytes(trained, size, Placement.of(self.options).reduce_dtype))
         shards = [whole // size for whole in reduced]
         times = micro_batches if size > 1 else 0  # alone, a rank gathers and scatters nothing
         gathered, reduced = gathered * times, reduced * times
         over_replicas = Collective("all_reduce", len(shards), sum(shards), self.replicas, "gradients", REPLICATE)
         return [
-            Collective("all_gather", len(gathered), sum(gathered), size, "parameters"),
-            Collective("reduce_scatter", len(reduced), sum(reduced), size, "gradients"),
+            Collective("all_gather", len(gathered), sum(gathered), size, "parameters", dimension),
+            Collective("reduce_scatter", len(reduced), sum(reduced), size, "gradients", dimension),
             *([over_replicas] if self.replicas > 1 else []),
-            *buffer_broadcasts(self.module, self.group_size),
         ]
 
 

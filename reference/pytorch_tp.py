@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -35,10 +34,9 @@ from ddp_lab.strategy.communication.consistency import require_own_memory
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from ddp_lab.strategy.optimizers import MakeOptimizer
-from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 from reference.dtensors import local
-from reference.fsdp2 import FSDP2
+from reference.fsdp2_over_mesh import FSDP2OverMesh, by_mesh
 from tensor_parallel.plan import Column, Embedding, Head, Region, Row, Shared, Split, Style, matched, plan_of
 from tensor_parallel.region import Ranks
 from tensor_parallel.traffic import Place, Precision, Recomputed, Traffic
@@ -281,34 +279,10 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
         return self.buffer_traffic()
 
 
-class PyTorchFSDPTP(LossParallel, FSDP2):
+class PyTorchFSDPTP(LossParallel, FSDP2OverMesh):
     """FSDP2 over `dp`, around tensor parallelism over `tp`."""
 
-    supports = replace(FSDP2.supports, replicas=False, mesh_refusals=(NO_STAGES, NOTHING_TO_CUT, NO_SHARD_DIMENSION))
-    frees_blocks_after_forward = True
+    supports = replace(FSDP2OverMesh.supports, mesh_refusals=(NO_STAGES, NOTHING_TO_CUT, NO_SHARD_DIMENSION))
 
     def mesh(self) -> DeviceMesh:
-        assert self.model_parallel is not None and self.model_parallel.device_mesh is not None
-        return self.model_parallel.device_mesh[DATA]
-
-    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        return by_mesh(make_optimizer, self.trainable.values())
-
-    # `DTensor` knows both dimensions, so whole tensors need no help from `model_parallel`.
-
-    def of_whole_model(self, parts: dict[str, Tensor], with_aliases: bool = False) -> dict[str, Tensor]:
-        return parts if dist.get_rank(self.everyone) == 0 else {}
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.load_whole(state, self.everyone)
-
-    def parameter_pieces(self) -> list[Piece]:
-        raise UnsupportedError("pytorch_fsdp_tp can neither save nor resume checkpoints; take zero3")
-
-
-def by_mesh(make_optimizer: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer with a group for each mesh: torch's fused ones do not mix `DTensor`s of several, or plain ones."""
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return make_optimizer([{"params": group} for group in groups.values()])
+        return self.device_mesh[DATA]

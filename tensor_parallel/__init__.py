@@ -14,6 +14,7 @@ REGISTRY = Registry(
         "zero3": ("sharding.zero3:Zero3", "parameters too"),
         "pytorch_tp": ("reference.pytorch_tp:PyTorchTP", "parallelize_module, without dp"),
         "pytorch_fsdp_tp": ("reference.pytorch_tp:PyTorchFSDPTP", "parallelize_module, with fully_shard over dp"),
+        "transformers_ep": ("reference.transformers_ep:TransformersEP", "transformers' AllToAllEP, with fully_shard"),
         "pytorch_pp": ("reference.pytorch_pp:PyTorchPP", "torch.distributed.pipelining, without dp and tp"),
     },
     parallelize={
@@ -21,6 +22,7 @@ REGISTRY = Registry(
         "pytorch_tp": "reference.pytorch_tp:parallelize_by_torch",
         "pytorch_fsdp_tp": "reference.pytorch_tp:parallelize_by_torch",
         "pytorch_pp": "reference.pytorch_pp:cut_by_torch",
+        "transformers_ep": "reference.transformers_ep:parallelize_by_transformers",
     },
 )
 CHOICES = REGISTRY.names

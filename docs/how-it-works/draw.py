@@ -161,11 +161,34 @@ def cell(x: float, y: float, side: float, look: str, turn: int, below: int) -> s
     return shape + text(x + side * (0.5 if below else 0.3), y + side * (0.5 if below else 0.72) + 5, f"{turn}", "m w")
 
 
+def loads() -> tuple[int, int, str]:
+    """What each expert of a layer got in each step, as `record_experts.py` has recorded it."""
+    rows = list(csv.DictReader((Path(__file__).parent / "expert_load.csv").open()))
+    drawn, shades = text(10, 18, "Darker: more of the layer's tokens. An even share, and 2 and 3 times that:", "s"), 6
+    for times in (1, 2, 3):
+        drawn += box(476 + 24 * times, 6, 14, 14, f'p" fill-opacity="{times / 3:.2f}')
+    for place, (way, of_way) in enumerate(itertools.groupby(rows, lambda row: row["way"])):
+        top, paths = 56 + 150 * place, [""] * (shades + 1)
+        drawn += text(10, top - 10, way, "b") + text(560, top - 10, "step", "m s")
+        for row in of_way:
+            counts = [int(row[f"expert_{expert}"]) for expert in range(8)]
+            for expert, count in enumerate(counts):
+                shade = min(shades, round(8 * count / sum(counts) * shades / 3))
+                paths[shade] += f"M{90 + 13 * int(row['step'])} {top + 14 * expert}h12v13h-12z"
+        for shade, path in enumerate(paths):
+            drawn += f'<path class="p" fill-opacity="{shade / shades:.2f}" d="{path}"/>\n' if path else ""
+        for expert in range(8):
+            drawn += text(10, top + 11 + 14 * expert, f"expert {expert}", "s")
+        for step in range(0, 60, 10):
+            drawn += text(96 + 13 * step, top + 128, f"{step}", "m s")
+    return 890, 346, drawn
+
+
 def drawings() -> dict[str, str]:
     """Each file's content by its name."""
     made = {f"{name}.svg": states(*rows) for name, rows in STATES.items()}
     made |= {"ddp.svg": times(), "tensor_parallel.svg": cuts(), "expert_parallel.svg": experts()}
-    made["context_parallel.svg"] = blocks()
+    made |= {"context_parallel.svg": blocks(), "expert_load.svg": loads()}
     size = 'width="{0}" height="{1}" viewBox="0 0 {0} {1}"'
     return {
         name: f'<svg xmlns="http://www.w3.org/2000/svg" {size.format(width, height)}>\n<style>{STYLE}</style>\n'

@@ -32,6 +32,7 @@ def one_step(mesh: str, choice: str, model: str, micro_batches: int, options: di
         ("dp=2,ep=2", "zero3", "lm, mixtral", 2, {"activation_checkpointing": "block"}),
         ("dp=2,ep=2", "tp", "lm, mixtral, no term", 2, {"bucket_cap_mb": 0.01}),
         ("ep=2,tp=2", "simple_ddp", "lm, mixtral", 2, {"precision": "bf16"}),
+        ("dp=2,ep=2", "transformers_ep", "lm, mixtral", 2, {}),
     ],
 )
 def test_announced_is_issued(
@@ -48,6 +49,7 @@ def test_announced_is_issued(
         ("dp=2,ep=2", "zero1", "lm, mixtral, no term", 2, {}),
         ("ep=2,tp=2", "zero3", "lm, qwen3", 1, {"activation_checkpointing": "selective"}),
         ("ep=2,tp=2", "zero2", "lm, qwen", 2, {"activation_checkpointing": "block"}),
+        ("ep=2", "transformers_ep", "lm, qwen3", 1, {"activation_checkpointing": "torch:block"}),
     ],
 )
 def test_announced_is_issued_in_more_ways(

@@ -305,7 +305,8 @@ def test_meshes_of_the_short_list_fit(ranks: int) -> None:
         (
             "replicate=2,shard=2",
             dict.fromkeys(
-                ["tp", "simple_ddp", "pytorch_tp", "pytorch_fsdp_tp", "pytorch_pp"], "--mesh with replicate and shard"
+                ["tp", "simple_ddp", "pytorch_tp", "pytorch_fsdp_tp", "pytorch_pp", "transformers_ep"],
+                "--mesh with replicate and shard",
             ),
         ),
         (
@@ -316,7 +317,11 @@ def test_meshes_of_the_short_list_fit(ranks: int) -> None:
 )
 def test_a_sweep_over_one_mesh_runs_every_choice(mesh_sweep: Sweep, mesh: str, left_out: dict[str, str]) -> None:
     """But for those that cannot train over it, which it names with the reason."""
-    left_out = {"pytorch_pp": "pytorch_pp has stages and no other dimension"} | left_out
+    only = {
+        "pytorch_pp": "pytorch_pp has stages and no other",
+        "transformers_ep": "transformers_ep: must be with --mesh",
+    }
+    left_out = only | left_out
     answer = mesh_sweep.run("--mesh", mesh)
     behind = Mesh.parse(mesh).label
     assert answer.returncode == 0

@@ -22,7 +22,7 @@ from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, Split, assert_parity, global_batch, options_of, oracle, watch_parameters
 from tests.ranks import RankPool
 
-HAND_WRITTEN = tuple(name for name in tensor_parallel.CHOICES if not name.startswith("pytorch"))
+HAND_WRITTEN = tuple(name for name in tensor_parallel.CHOICES if not name.startswith(("pytorch", "transformers")))
 CPU = torch.device("cpu")
 PLANS: dict[str, Plan] = {
     "plain": {"net.0": Column(), "net.2": Row()},

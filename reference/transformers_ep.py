@@ -1,0 +1,102 @@
+"""Transformers' own expert parallelism: `DistributedConfig(fsdp_size=N, ep_size=n)`, here over the meshes of a run.
+
+Each rank of `ep` holds whole experts, as `DTensor`s. `AllToAllEP` sends tokens to them and back, with counts before, as
+the hand-written exchange does. FSDP2 is around it: over `dp` for experts, over all ranks for all else. What
+`from_pretrained` does with a model while it loads one is done here to a model that is there.
+
+A model's term for an even load is transformers' own: of each rank's micro-batch, not of the global batch.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.mesh import DATA, EXPERT, TENSOR, MeshGroups
+from ddp_lab.runtime.settings.mesh import SIGMOID
+from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.capabilities import MeshRefusal
+from ddp_lab.strategy.model_parallel import ModelParallel
+from ddp_lab.strategy.replicated import buffer_broadcasts
+from expert_parallel.parallelize import Traffic, mixtures_of
+from reference.fsdp2_over_mesh import FSDP2OverMesh
+from tensor_parallel.traffic import Recomputed
+
+NO_EXPERTS: MeshRefusal = (
+    lambda mesh: mesh is None or EXPERT not in mesh.degrees or mesh.model_size > 1,
+    "transformers_ep: must be with --mesh and ep, without tp; take zero3, or --mesh ep=N",
+)
+STYLES = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "grouped_gemm", "experts": "ep_dispatch_experts"}
+"""Of the parts of a mixture: the plan that transformers has for Mixtral and others, in their order."""
+
+
+def parallelize_by_transformers(
+    module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device
+) -> ModelParallel:
+    """Only look at the model: the strategy cuts it, when rank 0's parameters have come.
+
+    Raises:
+        UnsupportedError: it cannot be cut so.
+    """
+    size, mixtures = groups.mesh.degree(EXPERT), mixtures_of(module)
+    if not mixtures:
+        raise UnsupportedError(f"transformers_ep: {type(module).__name__} has no experts; take zero3, or sample-moe")
+    for name, mixture in mixtures.items():
+        if (count := len(mixture.experts.gate_up_proj)) % size:
+            raise UnsupportedError(f"--mesh with ep={size}: {name} has {count} experts; take an ep that divides them")
+    if config.router_bias is not None or config.capacity_factor or config.router_scores == SIGMOID:
+        raise UnsupportedError(
+            "--router-bias, --router-scores and --capacity-factor: transformers_ep routes as the model does; take zero3"
+        )
+    recomputed = Recomputed.of(module, config.strategy.activation_checkpointing)
+    traffic = Traffic(mixtures, groups, None, recomputed)
+    for mixture in mixtures.values():
+        experts = len(mixture.experts.gate_up_proj)
+
+        def look(_: nn.Module, given: tuple[Tensor, ...], experts: int = experts) -> None:
+            hidden, chosen = given[:2]
+            traffic.saw(experts, 2 * chosen.shape[-1] * hidden.nbytes)  # rows go there, and others come to go back
+
+        mixture.experts.register_forward_pre_hook(look)
+    return ModelParallel(groups.tensor, groups.everyone, {}, device_mesh=groups.device_mesh, traffic=traffic)
+
+
+class TransformersEP(FSDP2OverMesh):
+    """FSDP2 around the experts of transformers."""
+
+    supports = replace(FSDP2OverMesh.supports, experts=True, mesh_refusals=(NO_EXPERTS,))
+    frees_blocks_after_forward = True
+
+    def mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self.process_group, self.device.type)
+
+    def shard_within_blocks(self, settings: dict[str, Any]) -> None:
+        """Cut experts over `ep`, and shard what a rank has of them over `dp`.
+
+        The gradient of an expert is of the tokens of all ranks, and the ranks that hold it add theirs up. FSDP2 has to
+        divide by all ranks, and does so itself where there is nothing to add up.
+        """
+        meshes, copies = self.device_mesh, self.device_mesh[DATA].size()
+        mixtures = mixtures_of(self.module)
+        plan = {f"{name}.{part}": style for name in mixtures for part, style in STYLES.items()}
+        apply_expert_parallelism(self.module, meshes[EXPERT], meshes[TENSOR], plan, "all_to_all")
+        for mixture in mixtures.values():
+            experts = fully_shard(mixture.experts, **settings | {"mesh": meshes[DATA]})
+            experts.set_gradient_divide_factor(float(self.group_size))
+            experts.set_force_sum_reduction_for_comms(copies > 1)
+
+    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
+        experts = [mixture.experts for mixture in mixtures_of(self.module).values()]
+        others = [unit for unit in self.units if unit not in experts]
+        copies = self.device_mesh[DATA].size()
+        return [
+            *self.traffic_of(others, self.shard_size, micro_batches),
+            *(self.traffic_of(experts, copies, micro_batches, DATA) if copies > 1 else ()),
+            *buffer_broadcasts(self.module, self.group_size),
+        ]
