@@ -42,15 +42,11 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     if EXPERT not in groups.mesh.degrees:
         return cut_model(module, config, groups, device)
     assert groups.expert is not None and groups.experts is not None
-    mixtures, settings = mixtures_of(module), getattr(module, "config", None)
-    if not mixtures or settings is None:
-        raise UnsupportedError(
-            f"--mesh with ep: {type(module).__name__} has no experts that are known here; take Mixtral, Qwen2-MoE or "
-            "Qwen3-MoE, --workload sample-moe, or dp"
-        )
+    size = dist.get_world_size(groups.expert)
+    mixtures = mixtures_of(module, size)
+    settings: Any = module.config
     way = Way(config.router_scores == SIGMOID, config.router_bias is not None, config.capacity_factor)
     coefficient = settings.router_aux_loss_coef if settings.output_router_logits and not way.has_bias else 0.0
-    size = dist.get_world_size(groups.expert)
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
     settings.output_router_logits = False  # its own term is that of one rank
     balance = Balance(coefficient, config.router_bias or 0.0, groups.data)
@@ -67,10 +63,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     traffic = Traffic(mixtures, groups, balance, recomputed, over_tensor)
     for layer, (name, mixture) in enumerate(mixtures.items()):
         experts, gate = mixture.experts, mixture.gate
-        count = len(experts.gate_up_proj)
-        if count % size:
-            raise UnsupportedError(f"--mesh with ep={size}: {name} has {count} experts; take an ep that divides them")
-        for one, cut in within_each(name, count, experts.down_proj.shape[-1], size, tensor).items():
+        for one, cut in within_each(name, len(experts.gate_up_proj), experts.down_proj.shape[-1], size, tensor).items():
             parameters.cut(experts, f"{name}.experts", one, cut)
         if over_tensor is not None:
             traffic.cuts_each(name, experts.down_proj.shape[1])
@@ -152,6 +145,21 @@ class Traffic:
         return [one for one in sent if one.count]
 
 
-def mixtures_of(module: nn.Module) -> dict[str, Any]:
-    """By name, the parts of a model that have one of `ROUTERS`."""
-    return {name: one for name, one in module.named_modules() if type(getattr(one, "gate", None)).__name__ in ROUTERS}
+def mixtures_of(module: nn.Module, size: int) -> dict[str, Any]:
+    """By name, the parts of a model that have one of `ROUTERS`.
+
+    Raises:
+        UnsupportedError: there are none, or `size` ranks cannot share the experts of one.
+    """
+    found: dict[str, Any] = {
+        name: one for name, one in module.named_modules() if type(getattr(one, "gate", None)).__name__ in ROUTERS
+    }
+    if not found:
+        raise UnsupportedError(
+            f"--mesh with ep: {type(module).__name__} has no experts that are known here; take Mixtral, Qwen2-MoE or "
+            "Qwen3-MoE, --workload sample-moe, or dp"
+        )
+    for name, one in found.items():
+        if (count := len(one.experts.gate_up_proj)) % size:
+            raise UnsupportedError(f"--mesh with ep={size}: {name} has {count} experts; take an ep that divides them")
+    return found

@@ -50,7 +50,7 @@ def besides(plan: Plan, jobs: int | None, recorded: bool) -> list[str]:
             found.append(outcome)
             tell(f"{outcome.name} is simulated")
     sentences = []
-    if nearest is not None:
+    if nearest is not None and remedies:
         sentences.append(what_fits(nearest, remedies, found[: len(remedies)]))
     if best is not None:
         sentences += what_is_faster(best, hints, found[len(remedies) :])

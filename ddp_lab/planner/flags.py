@@ -22,7 +22,7 @@ OF_STEPS = ("micro_batch_sizes", "precision", "repeats")
 """Flags of `record` that are for a model."""
 AS_THE_RUNNERS = (
     *("sequence_parallel", "async_tensor_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
-    "context_parallel",
+    *("context_parallel", "router_scores", "router_bias"),
     *("global_batch_size", "grad_accum_steps", "precision"),
     *("param_dtype", "reduce_dtype", "master_dtype", "activation_checkpointing", "loss_chunks", "offload"),
     *("clip_grad_norm", "bucket_cap_mb", "compile"),
@@ -35,7 +35,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that name a model, `--model` or its sizes, and how long its samples are."""
     parser.add_argument(
         "--model",
-        help="published model (from a built-in table, without network), or a local config.json or its folder",
+        help="published model (from a built-in table, without network), that of workload sample-lm or sample-moe, or a "
+        "local config.json or its folder",
     )
     parser.add_argument("--d-model", type=count, help="instead: width of a Llama's residual stream")
     parser.add_argument("--d-ff", type=count, help="with --d-model: width of its feed-forward layers")

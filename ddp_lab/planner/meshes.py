@@ -11,7 +11,8 @@ from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.decoders import require_heads
 from ddp_lab.planner.plan import Case
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import DATA, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
+from ddp_lab.runtime.mesh import DATA, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
+from expert_parallel.parallelize import mixtures_of
 from pipeline_parallel.partition import chain_of, costs_of, cut_by_cost
 from tensor_parallel.plan import BY_MODEL_TYPE
 
@@ -65,6 +66,9 @@ def required(case: Case) -> Case:
         mesh.require_ranks(case.cluster.world_size, case.cluster.ranks_per_node)
         if case.config.cuts_layers:
             require_cuttable(case, mesh.degree(TENSOR))
+        if case.config.has_experts:
+            with torch.device("meta"):
+                mixtures_of(case.model.build(), mesh.degree(EXPERT))
         if case.config.has_stages:
             with torch.device("meta"):
                 chain, are_blocks = chain_of(case.model.build())

@@ -18,7 +18,10 @@ import torch
 from torch import nn
 
 from ddp_lab.runtime.cli import unknown_name
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.causal_lm import sample_model
 from ddp_lab.runtime.data.reviews import STARS
+from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION
 from ddp_lab.strategy.batches import MicroBatch
@@ -147,8 +150,8 @@ def table() -> dict[str, Model]:
 
 
 def find(name: str) -> Model:
-    """A built-in model (its hub name, with or without owner, in any case, `-Instruct` or not), or one that a local
-    `config.json` describes (the file, or a folder that holds it).
+    """A built-in model (its hub name, with or without owner, in any case, `-Instruct` or not), that of a built-in
+    workload, or one that a local `config.json` describes (the file, or a folder that holds it).
 
     Raises:
         UserError: there is none; names similar ones.
@@ -157,11 +160,21 @@ def find(name: str) -> Model:
     if path.is_dir() or path.suffix == ".json":
         return from_file(path)
     wanted = plain(name)
+    if name in BUILT_IN_LANGUAGE:
+        return of_workload(name)
     for known, model in table().items():
         if wanted in (plain(known), plain(known).partition("/")[2]):
             return model
     near = unknown_name("model", name, [*table(), *(known.partition("/")[2] for known in table())])
     raise UserError(f"{near} Or give a local folder with a config.json, or --d-model, --d-ff and --layers")
+
+
+def of_workload(name: str) -> Model:
+    """The language model of one of `BUILT_IN_LANGUAGE`."""
+    with torch.device("meta"):
+        own: Any = sample_model(RunConfig(workload=name)).config
+    config = {key: value for key, value in own.to_diff_dict().items() if key not in NOT_OF_THE_SHAPE}
+    return Model(name, own.model_type, config, task=CAUSAL_LM)
 
 
 def plain(name: str) -> str:

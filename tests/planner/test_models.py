@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from ddp_lab.planner import models
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import hub
+from ddp_lab.runtime.data.causal_lm import sample_model
 from ddp_lab.runtime.data.packing import collate_sequences
+from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import CAUSAL_LM
 from tests.tables import each_row
@@ -45,6 +48,12 @@ def test_a_language_model_is_that_of_the_runner(tmp_path: Path) -> None:
         runs, plans = hub.load_causal_lm(str(tmp_path)).model, planned.build()
         assert [p.shape for p in plans.parameters()] == [p.shape for p in runs.parameters()]
         assert planned.elements() == sum(p.numel() for p in runs.parameters())
+    for name in BUILT_IN_LANGUAGE:
+        runs, plans = sample_model(RunConfig(workload=name)), models.find(name).build()
+        assert {n: p.shape for n, p in plans.named_parameters()} == {n: p.shape for n, p in runs.named_parameters()}
+        both = [getattr(each.config, "output_router_logits", None) for each in (runs, plans)]
+        assert both == [True if name == "sample-moe" else None] * 2
+    plans = planned.build()
     (batch,) = planned.micro_batches(1, 2, 7)
     sample = {"input_ids": torch.ones(7, dtype=torch.long), "position_ids": torch.arange(7)}
     real = collate_sequences(0)([sample | {"labels": sample["input_ids"]}] * 2)

@@ -28,8 +28,6 @@ from ddp_lab.planner.report.command_line import runner_command
 from ddp_lab.planner.report.recommendation import reasons, recommended
 from ddp_lab.planner.report.table import Plan, framed, interval
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data.causal_lm import sample_model
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
 from ddp_lab.runtime.records.flops import model_flops
@@ -287,13 +285,18 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
 
 
 def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path: Path) -> None:
-    """That of workload sample-moe. What the plan assumes of routing is said; nothing else is cut there."""
-    model = sample_model(RunConfig(workload="sample-moe"))
-    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
-    where = ["--gpus", "4xL4", "--link", "pcie4", "--task", "causal-lm", "--sequence-length", "128", "--jobs", "1"]
-    answer = plan("--model", str(tmp_path), *where, "--mesh", "dp=2,ep=2", "--choices", "zero1")
-    assert answer.returncode == 0, answer.stderr
+    """What the plan assumes of routing is said; biases save the forward passes ahead that the loss's term needs."""
+    where = ["--gpus", "4xL4", "--link", "pcie4", "--sequence-length", "128", "--jobs", "1", "--grad-accum-steps", "2"]
+    found = []
+    for flags in ([], ["--router-bias", "0.001"]):
+        table = tmp_path / "plan.csv"
+        how = ["--mesh", "dp=2,ep=2", "--choices", "zero1", *flags, "--csv", str(table)]
+        answer = plan("--model", "sample-moe", *where, *how)
+        assert answer.returncode == 0, answer.stderr
+        found.append(pd.read_csv(table).step_time_ms[0])
+    assert 1.2 < found[0] / found[1] < 1.5
     assert "(4.7 M parameters)" in answer.stdout and "Take zero1@dp2-ep2 (main_parallel.py" in answer.stdout
+    assert " --workload sample-moe " in answer.stdout and " --model " not in answer.stdout
     assert "Experts: each is assumed to get equally many tokens" in answer.stdout
     assert "Experts: " not in plan(*TINY, *WHERE, "--choices", "zero1", "--jobs", "1").stdout
 
@@ -365,6 +368,8 @@ MESHED = [*TINY, "--gpus", "4xL4", "--link", "pcie4", "--mesh"]
         ([*SMOL, *WHERE, "--record", "nowhere.json"], "nowhere.json"),
         ([*MESHED, "dp=2,pp=2"], "--mesh with pp: LlamaForSequenceClassification has no blocks"),
         ([*MESHED, "dp=4", "--pipeline-schedule", "gpipe"], "must be with --mesh and pp above 1"),
+        ([*MESHED, "dp=2,ep=2"], "--mesh with ep: LlamaForSequenceClassification has no experts that are known here"),
+        ([*MESHED, "dp=4", "--router-bias", "0.1"], "must be with --mesh and ep"),
         ([*MESHED, "dp=4,tp=2"], "--mesh dp=4,tp=2 has 4 x 2 = 8 ranks, and the job has 4"),
         ([*MESHED, "tp=4", "--heads", "2"], "has 2 heads, which 4 ranks of tp cannot share"),
         ([*MESHED, "dp=4", "--sequence-parallel"], "--sequence-parallel: must be with --mesh and tp above 1"),

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -40,7 +41,7 @@ CASES = [
     ("replicate=2,shard=2", "zero2", "plain", 2, False, {}),
     ("replicate=2,shard=2", "zero3", "llama", 1, False, {}),
     ("replicate=2,shard=2", "pytorch_zero3", "llama", 1, False, {}),
-    ("dp=4", "bucket_ddp_async", "plain", 1, False, {}),
+    ("dp=4", "bucket_ddp_async", "plain", 1, False, {"bucket_cap_mb": 25.0}),
     ("dp=2,cp=2", "zero1", "lm, gqa", 2, False, {"context_parallel": "zigzag"}),
     ("dp=2,cp=2", "zero3", "lm, gpt2", 1, False, {"context_parallel": "ulysses"}),
     ("cp=4", "tp", "lm, gqa", 1, False, {"context_parallel": "ring", "precision": "bf16", "bucket_cap_mb": 25.0}),
@@ -147,13 +148,15 @@ def known_of_load(strategy: Strategy) -> int:
 
 
 def test_experts_in_one_kernel_compute_what_a_loop_does() -> None:
-    """A GPU's kernel, of which torch counts no FLOPs, and products of a CPU, one for each expert."""
+    """A GPU's kernel, of which torch counts no FLOPs, and products of a CPU, one for each expert. The host waits once for
+    each layer."""
     flops, kernels = [], []
     for kind in ("cpu", "cuda"):
         one = setting("simple_ddp", "lm, mixtral", mesh="dp=2,ep=2")
         simulation = Simulation(one, cluster(4, kind), COSTS)
-        with simulation.running():
+        with mock.patch.object(simulation.clock, "read_by_host") as waits, simulation.running():
             simulation.measure()
+            assert waits.call_count == 2 * 2  # layers, steps until it has settled and the one that counts
             calls = [call for call, *_ in simulation.observer.computed]
         flops.append(sum(call.flops for call in calls))
         kernels.append(sum("grouped" in call.name for call in calls))
