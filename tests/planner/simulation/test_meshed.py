@@ -148,8 +148,8 @@ def known_of_load(strategy: Strategy) -> int:
 
 
 def test_experts_in_one_kernel_compute_what_a_loop_does() -> None:
-    """A GPU's kernel, of which torch counts no FLOPs, and products of a CPU, one for each expert. The host waits once for
-    each layer."""
+    """A GPU's kernel, of which torch counts no FLOPs, and products of a CPU, one for each expert. The host waits once
+    for each layer."""
     flops, kernels = [], []
     for kind in ("cpu", "cuda"):
         one = setting("simple_ddp", "lm, mixtral", mesh="dp=2,ep=2")
