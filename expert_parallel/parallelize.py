@@ -43,7 +43,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
         return cut_model(module, config, groups, device)
     assert groups.expert is not None and groups.experts is not None
     size = dist.get_world_size(groups.expert)
-    mixtures = mixtures_of(module, size)
+    mixtures = shared_mixtures(module, size)
     settings: Any = module.config
     way = Way(config.router_scores == SIGMOID, config.router_bias is not None, config.capacity_factor)
     coefficient = settings.router_aux_loss_coef if settings.output_router_logits and not way.has_bias else 0.0
@@ -145,15 +145,18 @@ class Traffic:
         return [one for one in sent if one.count]
 
 
-def mixtures_of(module: nn.Module, size: int) -> dict[str, Any]:
-    """By name, the parts of a model that have one of `ROUTERS`.
+def mixtures_of(module: nn.Module) -> dict[str, Any]:
+    """By name, the parts of a model that have one of `ROUTERS`."""
+    return {name: one for name, one in module.named_modules() if type(getattr(one, "gate", None)).__name__ in ROUTERS}
+
+
+def shared_mixtures(module: nn.Module, size: int) -> dict[str, Any]:
+    """The same, whose experts `size` ranks share.
 
     Raises:
-        UnsupportedError: there are none, or `size` ranks cannot share the experts of one.
+        UnsupportedError: there are none, or the ranks cannot.
     """
-    found: dict[str, Any] = {
-        name: one for name, one in module.named_modules() if type(getattr(one, "gate", None)).__name__ in ROUTERS
-    }
+    found = mixtures_of(module)
     if not found:
         raise UnsupportedError(
             f"--mesh with ep: {type(module).__name__} has no experts that are known here; take Mixtral, Qwen2-MoE or "

@@ -24,7 +24,7 @@ from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import buffer_broadcasts
-from expert_parallel.parallelize import Traffic, mixtures_of
+from expert_parallel.parallelize import Traffic, mixtures_of, shared_mixtures
 from reference.fsdp2_over_mesh import FSDP2OverMesh
 from tensor_parallel.traffic import Recomputed
 
@@ -44,12 +44,7 @@ def parallelize_by_transformers(
     Raises:
         UnsupportedError: it cannot be cut so.
     """
-    size, mixtures = groups.mesh.degree(EXPERT), mixtures_of(module)
-    if not mixtures:
-        raise UnsupportedError(f"transformers_ep: {type(module).__name__} has no experts; take zero3, or sample-moe")
-    for name, mixture in mixtures.items():
-        if (count := len(mixture.experts.gate_up_proj)) % size:
-            raise UnsupportedError(f"--mesh with ep={size}: {name} has {count} experts; take an ep that divides them")
+    mixtures = shared_mixtures(module, groups.mesh.degree(EXPERT))
     if config.router_bias is not None or config.capacity_factor or config.router_scores == SIGMOID:
         raise UnsupportedError(
             "--router-bias, --router-scores and --capacity-factor: transformers_ep routes as the model does; take zero3"

@@ -12,7 +12,7 @@ from ddp_lab.planner.decoders import require_heads
 from ddp_lab.planner.plan import Case
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
-from expert_parallel.parallelize import mixtures_of
+from expert_parallel.parallelize import shared_mixtures
 from pipeline_parallel.partition import chain_of, costs_of, cut_by_cost
 from tensor_parallel.plan import BY_MODEL_TYPE
 
@@ -32,8 +32,16 @@ def all_meshes(cluster: Cluster) -> Iterator[Mesh]:
             yield Mesh({REPLICATE: nodes, SHARD: shard} | model)
 
 
+def meshes_of_experts(cluster: Cluster) -> Iterator[Mesh]:
+    """Those whose `ep` stays within a node; other ranks are `dp`."""
+    for degree in range(2, cluster.ranks_per_node + 1):
+        if cluster.ranks_per_node % degree == 0:
+            others = cluster.world_size // degree
+            yield Mesh(({DATA: others} if others > 1 else {}) | {EXPERT: degree})
+
+
 def on_all_meshes(case: Case, settings: Mapping[str, Mapping[str, Any]]) -> tuple[list[Case], list[str]]:
-    """The case on each mesh that fits, and a line for each that does not.
+    """The case on each mesh that fits, and a line for each that does not. A mixture is tried with `ep`, too.
 
     Args:
         settings: Those that go with a dimension of the mesh alone, by dimension.
@@ -43,7 +51,8 @@ def on_all_meshes(case: Case, settings: Mapping[str, Mapping[str, Any]]) -> tupl
     """
     found: list[Case] = []
     left_out: list[str] = []
-    for mesh in all_meshes(case.cluster):
+    is_mixture = hasattr(case.model.configuration(), "num_experts_per_tok")
+    for mesh in [*all_meshes(case.cluster), *(meshes_of_experts(case.cluster) if is_mixture else ())]:
         own = [values.items() for name, values in settings.items() if mesh.degree(name) > 1]
         try:
             config = replace(case.config, mesh=str(mesh), **{name: value for values in own for name, value in values})
@@ -68,7 +77,7 @@ def required(case: Case) -> Case:
             require_cuttable(case, mesh.degree(TENSOR))
         if case.config.has_experts:
             with torch.device("meta"):
-                mixtures_of(case.model.build(), mesh.degree(EXPERT))
+                shared_mixtures(case.model.build(), mesh.degree(EXPERT))
         if case.config.has_stages:
             with torch.device("meta"):
                 chain, are_blocks = chain_of(case.model.build())
@@ -84,7 +93,7 @@ def require_cuttable(case: Case, size: int) -> None:
         UserError: they cannot.
     """
     model, config = case.model, case.model.configuration()
-    if model.type not in BY_MODEL_TYPE:
+    if model.type not in BY_MODEL_TYPE and not case.config.has_experts:
         raise UserError(f"--mesh with tp: {model.name} is a {model.type}; only {', '.join(BY_MODEL_TYPE)} can be cut")
     heads = config.num_attention_heads
     require_heads(model.name, heads, getattr(config, "num_key_value_heads", heads), size)

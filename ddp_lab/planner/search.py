@@ -20,6 +20,7 @@ from ddp_lab.planner.contracts import Simulated
 from ddp_lab.planner.plan import Case, Outcome, Task
 from ddp_lab.planner.report.recommendation import TIGHT
 from ddp_lab.planner.ways import Ways
+from ddp_lab.runtime.mesh import EXPERT
 
 REPLICATED, SHARDED = ("bucket_ddp_async", "tp"), ("zero1", "zero2", "zero3")
 SEARCHED = (*REPLICATED, *SHARDED)
@@ -203,7 +204,8 @@ class Search:
 def alike(case: Case) -> object:
     """What the activations of a sample on a rank depend on."""
     config = case.config
-    return tensor_ranks(case.mesh), config.sequence_parallel, config.strategy.activation_checkpointing
+    experts = case.mesh.degree(EXPERT) if case.mesh else 1
+    return tensor_ranks(case.mesh), experts, config.sequence_parallel, config.strategy.activation_checkpointing
 
 
 def keyed(task: Task) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from ddp_lab.planner import models
 from ddp_lab.planner.coarse import least_bytes, least_step_s, that_may_fit, worth_simulating
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.meshes import all_meshes, on_all_meshes
+from ddp_lab.planner.meshes import all_meshes, on_all_meshes, required
 from ddp_lab.planner.plan import outcome
 from ddp_lab.planner.plan_command import filled
 from ddp_lab.runtime.errors import UserError
@@ -45,6 +45,19 @@ def test_meshes_of_a_cluster(gpus: str, meshes: list[str]) -> None:
     assert [str(mesh) for mesh in found] == meshes
     for mesh in found:
         mesh.require_ranks(cluster.world_size, cluster.ranks_per_node)
+
+
+def test_a_mixture_has_meshes_of_its_own() -> None:
+    """Eight experts, and four heads. What only tp cuts has no plan, but with ep it has."""
+    large = replace(case("2x4xL4", batch=16), model=models.find("sample-moe"))
+    found, left_out = on_all_meshes(large, {})
+    meshes = [str(one.mesh) for one in found]
+    assert meshes[-2:] == ["dp=4,ep=2", "dp=2,ep=4"] and "dp=8" in meshes and "ep=" not in "".join(meshes[:-2])
+    assert any(line.startswith("dp=4,tp=2: --mesh with tp: sample-moe is a mixtral") for line in left_out)
+    both = replace(large, config=large.config.but(mesh="dp=2,ep=2,tp=2"))
+    assert required(both) is both
+    with pytest.raises(UserError, match="has 8 experts; take an ep that divides them"):
+        required(replace(case("3xL4", batch=6), model=large.model, config=both.config.but(mesh="ep=3")))
 
 
 def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
@@ -122,7 +135,7 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
     assert ": 1 micro-batch of 2 or 4 on each rank; classification, fp32, --sequence-parallel." in answer.stdout
     assert "Left out: tp=4: Llama of 1 layers" in answer.stdout
     assert " --ddp-choice zero1 --mesh dp=" in answer.stdout and "Of each mesh: zero1@dp4 " in answer.stdout
-    assert "pytorch_tp@dp2-tp2: PyTorch's own ways to cut a model are not simulated" in answer.stdout
+    assert "pytorch_tp@dp2-tp2: PyTorch's and transformers' own ways to cut a model are not simulated" in answer.stdout
 
 
 def test_a_pipeline_is_found_where_nothing_else_fits() -> None:

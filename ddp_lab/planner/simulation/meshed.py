@@ -38,8 +38,10 @@ def load(config: RunConfig) -> type[Strategy]:
     choice, cuts = config.choice, is_cut(config)
     if choice.startswith("deepspeed"):
         raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
-    if cuts and choice.startswith("pytorch"):
-        raise CannotSimulate("PyTorch's own ways to cut a model are not simulated; plan tp, or zero1 to zero3")
+    if cuts and choice.startswith(("pytorch", "transformers")):
+        raise CannotSimulate(
+            "PyTorch's and transformers' own ways to cut a model are not simulated; plan tp, or zero1 to zero3"
+        )
     for family in (tensor_parallel,) if cuts else (ddp, sharding):
         if choice in family.CHOICES:
             return family.load(choice)
