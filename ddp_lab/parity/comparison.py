@@ -1,15 +1,18 @@
 """Two recorded runs, quantity by quantity, in the order in which a step makes them.
 
 A quantity agrees if each rank has the same as run A, or if what the ranks have adds up to it (partial sums of tensor
-parallelism), or if it is cut over ranks and its moments add up. How far they may differ is what rounding does: a
-yardstick, which is run A again with each output rounded once more, or limits by dtype.
+parallelism), or if it is cut over ranks and its moments add up. How far they may differ is what rounding does
+(`limits`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ddp_lab.parity.limits import EPSILON, forgive_small, limit_of
+from ddp_lab.parity.matching import matched
+from ddp_lab.parity.quantity import Quantity
 from ddp_lab.parity.store import (
     BUFFER,
     GRADIENT,
@@ -24,72 +27,6 @@ from ddp_lab.parity.table import Place, Table
 from ddp_lab.runtime.errors import UserError
 
 KINDS = (START, OUTPUT, OUTPUT_GRADIENT, GRADIENT, PARAMETER, BUFFER)
-EPSILON = {"float32": 2**-23, "float64": 2**-52, "bfloat16": 2**-7, "float16": 2**-10}
-TIMES_YARDSTICK = 16.0
-"""How much more than the yardstick two runs may differ: sums over ranks round in other places than it does."""
-LEAST = {"float32": 64.0, "float64": 64.0, "bfloat16": 4.0, "float16": 8.0}
-"""Units in the last place that two runs may differ in any case."""
-WITHOUT_YARDSTICK = {OUTPUT: 2**10, OUTPUT_GRADIENT: 2**12, GRADIENT: 2**12, START: 1, BUFFER: 2**12, PARAMETER: 2**14}
-"""Units in the last place, where there is no yardstick."""
-MOST = {OUTPUT: 0.1, OUTPUT_GRADIENT: 0.3, GRADIENT: 0.3, START: 1e-3, BUFFER: 0.1, PARAMETER: 0.5}
-"""No limit is wider."""
-SMALL = 1e-4
-"""A gradient that is this much smaller than that of the whole model is rounding."""
-
-
-@dataclass
-class Quantity:
-    """One quantity in both runs.
-
-    Attributes:
-        error: Of the norm, by rank and micro-batch of run B, after the best `way`.
-        factor: What run A's is to be multiplied with, by rank and micro-batch.
-        rest: What is left of the difference when that factor is taken out.
-        way: `equal`, `sum` or `parts`.
-        limit: What rounding may do.
-        coarse: Of an update, how many times larger the parameter is.
-        spread: Of what each rank has whole, how far ranks of run B are from one another, relative.
-    """
-
-    step: int
-    kind: str
-    name: str
-    call: int
-    error: dict[tuple[int, int], float]
-    factor: dict[tuple[int, int], float]
-    rest: dict[tuple[int, int], float]
-    way: str = "equal"
-    limit: float = 0.0
-    dtypes: tuple[str, str] = ("", "")
-    norm: float = 0.0
-    coarse: float = 0.0
-    spread: float = 0.0
-
-    @property
-    def worst(self) -> float:
-        return max(self.error.values(), default=0.0)
-
-    @property
-    def differs(self) -> bool:
-        return not self.worst <= self.limit
-
-    @property
-    def ranks(self) -> list[int]:
-        """Those on which it differs."""
-        return sorted({rank for (rank, _), error in self.error.items() if not error <= self.limit})
-
-    @property
-    def digits(self) -> float:
-        """To how many digits it agrees."""
-        return max(0.0, float(-np.log10(max(self.worst, 1e-16)))) if np.isfinite(self.worst) else 0.0
-
-    @property
-    def one_factor(self) -> float | None:
-        """The factor, if it is the same on all ranks and in all micro-batches, and explains the difference."""
-        values = list(self.factor.values())
-        is_one = bool(values) and max(values) - min(values) <= 2e-2 * abs(values[0])
-        limit = max(10 * self.limit, 1e-3)
-        return float(np.mean(values)) if is_one and max(self.rest.values()) <= limit * abs(values[0]) else None
 
 
 @dataclass
@@ -128,7 +65,7 @@ def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comp
     steps = [step for step in a.steps if step in b.steps]
     if not steps:
         raise UserError(f"{a.folder} and {b.folder} have no step in common")
-    b = _matched(a, b)
+    b = matched(a, b)
     made = Comparison(a, b)
     rounded = {(one.step, one.kind, one.name, one.call): one.worst for one in _all(a, yardstick, steps)}
     made.quantities = list(_all(a, b, steps, made))
@@ -136,9 +73,9 @@ def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comp
         (d for one in made.quantities for d in one.dtypes if d in EPSILON), key=EPSILON.__getitem__, default="float32"
     )
     for one in made.quantities:
-        one.limit = _limit(one, rounded, coarsest)
+        one.limit = limit_of(one, rounded, coarsest)
     for step in steps:
-        _forgive_small(made.of(step, GRADIENT))
+        forgive_small(made.of(step, GRADIENT), made.of(step, PARAMETER))
         inner = _inner(made.of(step, OUTPUT))
         made.unseen |= {name for name, _ in inner}
         modules = (OUTPUT, OUTPUT_GRADIENT)
@@ -148,43 +85,6 @@ def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comp
             if not (one.step == step and one.kind in modules and (one.name, one.call) in inner)
         ]
     return made
-
-
-def _matched(a: Recorded, b: Recorded) -> Recorded:
-    """Run B with run A's samples, in their order, where each of its ranks has a part of every sample."""
-    ours, theirs = Table(a, a.steps[0]), Table(b, a.steps[0])
-    place = next((one for one in ours.places if one.kind == OUTPUT and one in theirs.places), None)
-    if place is None or b.ranks < 2:
-        return b
-    at_a, at_b = ours.places[place], theirs.places[place]
-    if theirs.elements[at_b][0] * b.ranks != ours.elements[at_a][0] or set(ours.key[at_a]) & set(theirs.key[at_b]):
-        return b
-    samples = {step: a.samples(step)[0] for step in a.steps if step in b.facts}
-    same = all(len(keys) == len(samples[step]) for step in samples for keys in b.samples(step))
-    return b.as_parts_of(samples) if same else b
-
-
-def _limit(one: Quantity, rounded: Mapping[tuple[int, str, str, int], float], coarsest: str) -> float:
-    """`coarsest`: the dtype in which any output is rounded, and what follows from it with it."""
-    dtype = "float32" if one.kind in (START, BUFFER) else coarsest
-    unit = EPSILON.get(dtype, 2**-23) * (max(1.0, one.coarse) if dtype == "float32" else 1.0)
-    if not rounded:
-        return min(unit * WITHOUT_YARDSTICK[one.kind] * (1 + one.step), MOST[one.kind])
-    here = rounded.get((one.step, one.kind, one.name, one.call), 0.0)
-    if one.kind == START:
-        return unit
-    alike = [error for (step, kind, _, _), error in rounded.items() if (step, kind) == (one.step, one.kind)]
-    return max(
-        TIMES_YARDSTICK * here, TIMES_YARDSTICK / 2 * float(np.median(alike or [0.0])), LEAST.get(dtype, 64.0) * unit
-    )
-
-
-def _forgive_small(gradients: list[Quantity]) -> None:
-    """What is next to nothing beside the whole gradient may be all rounding, as that of a key's bias."""
-    total = np.sqrt(sum(one.norm**2 for one in gradients))
-    for one in gradients:
-        if one.norm < SMALL * total:
-            one.limit = max(one.limit, one.limit * SMALL * total / max(one.norm, 1e-300))
 
 
 def _inner(outputs: list[Quantity]) -> set[tuple[str, int]]:
@@ -234,6 +134,9 @@ def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:
     if not len(at_b):
         return None
     at_a = np.array([in_a[key] for key in b.key[at_b]])
+    of_model = a.elements[at_a] == b.elements[at_b]
+    if not place.name and of_model.any():  # what an earlier stage of a pipeline answers is not what the model does
+        at_a, at_b = at_a[of_model], at_b[of_model]
     groups: dict[tuple[int, int], list[int]] = {}
     for number, row in enumerate(at_b):
         groups.setdefault((int(b.rank[row]), int(b.micro_batch[row])), []).append(number)
@@ -242,7 +145,9 @@ def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:
         squares = b.moments[at_b][:, 1]
         if len(groups) < 2 or np.ptp(squares) > 1e-6 * squares.max():
             return None  # of a micro-batch as a whole
-    found = {which: _difference(a.sketches[at_a[n]], b.sketches[at_b[n]]) for which, n in groups.items()}
+    zero = {which for which, n in groups.items() if not (a.moments[at_a[n]].any() or b.moments[at_b[n]].any())}
+    some = {which: n for which, n in groups.items() if which not in zero} or groups  # zeros have no factor
+    found = {which: _difference(a.sketches[at_a[n]], b.sketches[at_b[n]]) for which, n in some.items()}
     error, factor, rest = ({which: numbers[n] for which, numbers in found.items()} for n in range(3))
     dtypes = str(a.dtype[at_a[0]]), str(b.dtype[at_b[0]])
     norm = float(np.sqrt(a.moments[list(in_a.values())][:, 1].sum()))
@@ -262,7 +167,9 @@ def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:
         copies = np.zeros(len(keys))
         np.add.at(copies, which, b.elements[at_b] / a.elements[at_a])
         parts = _added(b.moments[at_b], which, len(keys)) / np.maximum(copies, 1e-9)[:, None]
-        _take(made, "parts", *_difference(_sizes(a.moments[firsts]), _sizes(parts)))
+        by_sample = _difference(_sizes(a.moments[firsts]), _sizes(parts))
+        of_all = _difference(*(_sizes(moments.sum(0, keepdims=True)) for moments in (a.moments[firsts], parts)))
+        _take(made, "parts", *min(by_sample, of_all))  # what has no samples, as positions, has other rows in a part
     elif len(keys) < len(at_b):
         of_sum = _difference(a.sketches[firsts], _added(b.sketches[at_b], which, len(keys)))
         if of_sum[0] < made.worst:
@@ -313,6 +220,8 @@ def _scales(gradients: list[Quantity]) -> dict[tuple[int, int], float]:
 
 
 def _unscale(one: Quantity, scales: dict[tuple[int, int], float]) -> None:
+    if not one.norm:
+        return
     usual = float(np.median(list(scales.values()))) if scales else 1.0
     for which, factor in one.factor.items():
         scale = scales.get(which, usual) or 1.0

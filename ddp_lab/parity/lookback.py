@@ -28,6 +28,19 @@ def is_of_step_before(made: Comparison, first: Quantity) -> bool:
     return bool(np.linalg.norm(now - before) <= NEAR * np.linalg.norm(before))
 
 
+def scale_after_backward(made: Comparison, step: int) -> float:
+    """By what run A multiplies its gradients before the optimizer reads them: 1, if nothing tells."""
+    table, found = Table(made.a, step), list[float]()
+    for place, rows in table.places.items():
+        wanted = table.places.get(Place(GRADIENT, place.name)) if place.kind == SHARE else None
+        if wanted is not None:
+            of_samples, gradient = table.sketches[rows].sum(0), table.sketches[wanted[0]]
+            factor = float(of_samples @ gradient) / max(float(of_samples @ of_samples), 1e-300)
+            if np.linalg.norm(of_samples * factor - gradient) <= NEAR * np.linalg.norm(gradient):
+                found.append(factor)
+    return float(np.median(found)) if found else 1.0
+
+
 def weights_of_micro_batches(made: Comparison, step: int) -> np.ndarray | None:
     """How often each micro-batch of run B counts in its gradients beside run A's, of shape (ranks, micro-batches).
 

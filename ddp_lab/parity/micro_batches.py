@@ -82,7 +82,7 @@ def rows_of(tensor: Tensor, batches: MicroBatches, number: int) -> tuple[Tensor,
     """
     keys = batches.keys[number] if 0 <= number < len(batches.keys) else []
     count, mask = len(keys), batches.mask(number)
-    if count and tensor.numel():
+    if count and tensor.numel() and tensor.dim():
         if tensor.shape[0] == count or (tensor.dim() > 1 and tensor.shape[1] == count):
             rows = tensor if tensor.shape[0] == count else tensor.transpose(0, 1)
             filled = [tensor.numel() // count] * count

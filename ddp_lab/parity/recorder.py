@@ -109,6 +109,7 @@ class Recorder:
                 "ties": subject.ties(self._module),
                 "hooked": subject.hooked(self._of),
                 "kinds": {subject.plain(name): type(m).__name__ for name, m in self._module.named_modules()},
+                "dtypes": {subject.plain(n): str(p.dtype)[6:] for n, p in self._module.named_parameters()},
                 "frozen": [subject.plain(n) for n, p in self._module.named_parameters() if not p.requires_grad],
             }
         )
@@ -175,7 +176,7 @@ class Recorder:
             tensors = [one for one in tree_leaves(_values(output)) if isinstance(one, Tensor)]
             number = self._micro_batches.number
             for index, tensor in enumerate(tensors):
-                if tensor.is_floating_point() and tensor.dim():
+                if tensor.is_floating_point():
                     self._add_output(name if index == 0 else f"{name}#{index}", call, tensor, number)
             if tensors and tensors[0].requires_grad and call == 0:
                 self._add_shares(name, module, tensors[0], number)
@@ -194,7 +195,7 @@ class Recorder:
 
     def _add_output(self, name: str, call: int, tensor: Tensor, number: int) -> None:
         self._add_tensor(store.OUTPUT, name, call, tensor.detach(), number)
-        if tensor.requires_grad:
+        if tensor.requires_grad and tensor.dim():  # of a scalar it says nothing: each rank has one of its own samples
             tensor.register_hook(
                 lambda gradient: self._add_tensor(store.OUTPUT_GRADIENT, name, call, gradient.detach(), number)
             )

@@ -72,25 +72,28 @@ class Recorded:
         steps: Numbers of the steps, from 0.
         facts: What each rank said of each step, by step and rank.
         is_cut: Each rank has a part of every sample.
+    stages: The ranks that get samples from another rank, as those of later stages of a pipeline.
     """
 
     folder: Path
     facts: dict[int, list[dict[str, Any]]]
     is_cut: bool = False
+    stages: frozenset[int] = frozenset()
 
     def samples(self, step: int) -> list[list[int]]:
         """Keys of all samples of a step, by rank."""
         return [[key for keys in facts["keys"] for key in keys] for facts in self.facts[step]]
 
-    def as_parts_of(self, samples: dict[int, list[int]]) -> "Recorded":
-        """With these samples for those of each rank, by step, in their order."""
+    def as_parts_of(self, samples: dict[int, list[int]], stages: frozenset[int] = frozenset()) -> "Recorded":
+        """With these samples for those of each rank, by step, in their order. `stages`: for those of these alone, which
+        have whole samples."""
         facts = dict[int, list[dict[str, Any]]]()
         for step, keys in samples.items():
-            for one in self.facts[step]:
+            for rank, one in enumerate(self.facts[step]):
                 ends = np.cumsum([len(some) for some in one["keys"]])
                 cut = [part.tolist() for part in np.split(np.array(keys), ends[:-1])]
-                facts.setdefault(step, []).append(one | {"keys": cut})
-        return Recorded(self.folder, facts, is_cut=True)
+                facts.setdefault(step, []).append(one | {"keys": cut} if rank in stages or not stages else one)
+        return Recorded(self.folder, facts, is_cut=not stages, stages=stages)
 
     @property
     def steps(self) -> list[int]:
@@ -123,7 +126,9 @@ class Recorded:
                 one = pd.read_parquet(path).assign(rank=rank)
             except (OSError, ValueError):  # pyarrow's errors are of these
                 raise UserError(f"{path}: is damaged; record the run again") from None
-            if self.is_cut and len(one):  # rows of samples are in the order of the keys of their micro-batch
+            if (self.is_cut or rank in self.stages) and len(
+                one
+            ):  # rows of samples are in the order of the keys of their micro-batch
                 keys = self.facts[step][rank]["keys"]
                 rows = zip(one["key"], one["micro_batch"], one.groupby("order").cumcount(), strict=True)
                 one["key"] = [keys[micro][at] if key != WHOLE else key for key, micro, at in rows]

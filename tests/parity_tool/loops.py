@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 
 from ddp_lab.parity import watch
-from tests.parity_tool import by_hand
+from tests.parity_tool import by_hand, parts
 
 SAMPLES, LENGTH, WORDS, WIDTH = 8, 6, 11, 16
 STEPS = 3
@@ -53,7 +53,9 @@ def data(step: int, padded: bool = False) -> tuple[Tensor, Tensor]:
 
 def train(folder: Path, wrapper: str = "none", fault: str = "", micro_batches: int = 1, **how: Any) -> None:
     """Train three steps, and record them."""
-    if "cut" in how:
+    if "of" in how:
+        parts.train(folder, fault=fault, **how)
+    elif "cut" in how:
         by_hand.train(folder, fault=fault, micro_batches=micro_batches, **how)
     else:
         Loop(wrapper, fault, micro_batches, **how).run(folder)

@@ -75,6 +75,14 @@ FAULTS = {
     "reentrant": Fault(("weight and 2 more", "use_reentrant=True"), CUT, {"cut": "", "frozen": True}),
     "cast buffer": Fault(("rate is nearly the same", "casts buffers"), CUT, {"cut": ""}),
     "average": Fault(("buffer average", "once a micro-batch"), CUT | {"micro_batches": 2}, {"cut": ""}),
+    "gathers": Fault(("outputs agree", "gradient to that of last", "all_gather"), both={"of": "towers"}),
+    "term": Fault(("#1 answers", "x 0.5: 1 / ranks", "averages already"), both={"of": "term"}),
+    "biased": Fault(("running_var differs", "running_mean agrees", "n - 1"), both={"of": "statistics"}),
+    "fused": Fault(("output of down does not add up", "fused weight"), both={"of": "fused"}),
+    "replicas": Fault(("run A scales its own by", "another norm"), both={"of": "fused", "clips": 0.1}),
+    "repeats": Fault(("2 of 8 samples of step 0 more often", "DistributedSampler"), both={"of": "adapter"}),
+    "cast parameters": Fault(("float32 in run A, and bfloat16 in run B", "trap 20"), both={"of": "adapter"}),
+    "ties": Fault(("tied.weight is not the same on all ranks", "tied weights"), both={"of": "stages"}),
     "buffers": Fault(("mean", "rank 1", "broadcast_buffers"), {"broadcasts": False, "fault": ""}, {"counts": True}),
 }
 

@@ -11,6 +11,7 @@ from ddp_lab.parity import watch
 from ddp_lab.parity.answer import Answer
 from ddp_lab.parity.comparison import compare
 from ddp_lab.parity.store import OUTPUT, read
+from tests.parity_tool import parts
 from tests.parity_tool.loops import train
 from tests.parity_tool.test_faults import run_both
 from tests.ranks import RankPool
@@ -33,6 +34,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "cut by hand": ({}, {"cut": "tp"}, 2),
     "tokens cut by hand": ({"micro_batches": 2}, {"cut": "tokens"}, 2),
     "average": ({"micro_batches": 2}, {"cut": ""}, 2),
+    **{of: ({}, {"of": of}, 2) for of in parts.PARTS},
     "by hand": ({"wrapper": "none", "micro_batches": 2}, {"clips": 0.1}, 2),
     "accumulation": ({"wrapper": "none", "micro_batches": 8}, {"padded": True, "optimizer": "sgd"}, 1),
 }

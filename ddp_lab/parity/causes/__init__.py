@@ -30,6 +30,7 @@ def cause_of(made: Comparison) -> Cause | None:
                 return found
     if first is None:
         return None
-    if (found := forward.other_precision(made, first)) is not None:  # before all else, since limits are the coarser's
+    # before all else, since limits are the coarser's
+    if (found := data.other_dtype(made) or forward.other_precision(made, first)) is not None:
         return found
     return next((found for rule in RULES[first.kind] if (found := rule(made, first)) is not None), None)

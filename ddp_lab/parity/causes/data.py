@@ -1,8 +1,9 @@
 """Other samples, or other weights to begin with."""
 
-from itertools import combinations, product
+from collections import Counter
+from itertools import chain, combinations, product
 
-from ddp_lab.parity.causes.cause import Cause, listed, some_ranks
+from ddp_lab.parity.causes.cause import Cause, and_others, listed, some_ranks
 from ddp_lab.parity.comparison import Comparison, Quantity
 
 ROUNDED = 2**-8
@@ -15,8 +16,10 @@ def other_data(made: Comparison, step: int) -> Cause | None:
     """Which samples each run sees in a step, in any order."""
     of_a, of_b = made.a.samples(step), made.b.samples(step)
     a, b = (sorted({key for keys in ranks for key in keys}) for ranks in (of_a, of_b))
-    if not a or not b or a == b:
+    if not a or not b:
         return None
+    if a == b:
+        return repeated(of_a, of_b, step)
     missing, new = set(a) - set(b), set(b) - set(a)
     where = f"step {step}: {len(missing)} of {len(a)} samples of run A are missing in run B"
     shared = [(len(set(of_b[i]) & set(of_b[j])), i, j) for i, j in combinations(range(len(of_b)), 2)]
@@ -47,6 +50,20 @@ def other_data(made: Comparison, step: int) -> Cause | None:
     )
 
 
+def repeated(of_a: list[list[int]], of_b: list[list[int]], step: int) -> Cause | None:
+    """Some samples count more often than others. Ranks that cut a model between them all have the same."""
+    times_a, times_b = (Counter(chain.from_iterable(ranks)) for ranks in (of_a, of_b))
+    times = [times_b[key] / times_a[key] for key in times_a]
+    often = sum(one > min(times) for one in times)
+    if not often:
+        return None
+    return Cause(
+        f"data: run B has {often} of {len(times)} samples of step {step} more often than the others",
+        "a sampler that fills the last batch up with samples it has had, so that ranks have equally many "
+        "(DistributedSampler without drop_last): give them no weight, or drop what ranks do not divide.",
+    )
+
+
 def other_samples_in_a_group(made: Comparison, step: int) -> Cause | None:
     """Ranks that cut layers or tokens between them must have the same samples."""
     degrees, of_b = made.b.first.get("mesh", {}), made.b.samples(step)
@@ -73,6 +90,20 @@ def untied(made: Comparison, first: Quantity) -> Cause | None:
                 "one unit (trap 7).",
             )
     return None
+
+
+def other_dtype(made: Comparison) -> Cause | None:
+    """Of parameters, as the optimizer updates them."""
+    of_a, of_b = (run.first.get("dtypes", {}) for run in (made.a, made.b))
+    names = [name for name in of_a if of_b.get(name, of_a[name]) != of_a[name]]
+    if not names:
+        return None
+    a, b = of_a[names[0]], of_b[names[0]]
+    return Cause(
+        f"{names[0]}{and_others(names)} is {a} in run A, and {b} in run B",
+        "parameters are cast, and the optimizer updates them as they are: an update that is small beside its parameter "
+        "rounds away. Keep fp32 parameters, and compute under autocast or a mixed-precision policy (trap 20).",
+    )
 
 
 def other_start(made: Comparison, first: Quantity) -> Cause | None:

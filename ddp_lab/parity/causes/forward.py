@@ -3,6 +3,7 @@
 from ddp_lab.parity.causes.cause import Cause, Rule, factor_name, listed, of_module, some_ranks
 from ddp_lab.parity.comparison import Comparison, Quantity
 from ddp_lab.parity.store import BUFFER, OUTPUT, OUTPUT_GRADIENT, START
+from ddp_lab.parity.table import Table
 
 
 def other_mode(made: Comparison, first: Quantity) -> Cause | None:
@@ -96,9 +97,12 @@ def partial_sums(made: Comparison, first: Quantity) -> Cause | None:
     before = outputs[: outputs.index(first)]
     cut = {one.name for one in made.of(made.steps[0], START) if one.way == "parts"}
     if first.way == "sum" or f"{of_module(first)}.weight" in cut:
+        has_bias = any(one.name == f"{of_module(first)}.bias" for one in made.of(made.steps[0], START))
         return Cause(
             f"what the ranks have as output of {first.name} does not add up to run A's",
-            "a bias that each rank adds before the sum: add it once, after it. Or a part is missing.",
+            ("a bias that each rank adds before the sum: add it once, after it. Or " if has_bias else "")
+            + "parts that do not belong together: a fused weight (query, key and value; gate and up) that is cut as "
+            "one, heads that are dealt otherwise than those of the layer before; or a part that is missing.",
         )
     if not before or before[-1].way != "sum":
         return None
@@ -124,8 +128,12 @@ def backward(made: Comparison, first: Quantity) -> Cause | None:
     if first is gradients[0]:
         return Cause(
             f"outputs agree, and the loss gives another gradient to that of {first.name or 'the model'}",
-            "another loss: labels that are shifted after the cut, other tokens left out, or other weights.",
+            "a collective within the loss that autograd does not see, as torch.distributed.all_gather or all_reduce "
+            "(torch.distributed.nn.functional has those that it sees). Or another loss: labels that are shifted after "
+            "the cut, other tokens left out, or other weights.",
         )
+    if (found := other_scalar(made, first.step)) is not None:
+        return found
     after = gradients[gradients.index(first) - 1].name
     return Cause(
         f"outputs agree, and the gradient goes wrong in backward between {after} and {first.name}",
@@ -134,12 +142,37 @@ def backward(made: Comparison, first: Quantity) -> Cause | None:
     )
 
 
+def other_scalar(made: Comparison, step: int) -> Cause | None:
+    """A loss or a term of it that a module answers with. Each rank has that of its samples: their mean is compared."""
+    of_a, of_b = Table(made.a, step), Table(made.b, step)
+    for place in of_a.places:
+        rows = [(of, of.places[place]) for of in (of_a, of_b) if place.kind == OUTPUT and place in of.places]
+        if len(rows) < 2 or any((of.elements[at] > 1).any() or of.key[at].any() for of, at in rows):
+            continue
+        a, b = (of.moments[at, 0].mean() for of, at in rows)
+        if a and (named := factor_name(made, b / a)):
+            return Cause(
+                f"what {place.name} answers, a number, is x {b / a:.4g}: {named}; and gradients go wrong from there",
+                "a term of the loss, as that of an even load, is divided by ranks where the reduction averages "
+                "already, or by a count of all ranks beside a sum of this one.",
+            )
+    return None
+
+
 RULES: list[Rule] = [other_mode, dropout, batch_statistics, other_buffers, by_place, partial_sums, of_cut_samples]
 OF_GRADIENTS: list[Rule] = [other_mode, by_place, backward]
 
 
 def buffer(made: Comparison, first: Quantity) -> Cause | None:
     assert first.kind == BUFFER
+    others = made.of(first.step, BUFFER)
+    mean = f"{first.name.rpartition('.')[0]}.running_mean".lstrip(".")
+    if first.name.endswith("running_var") and any(one.name == mean and not one.differs for one in others):
+        return Cause(
+            f"buffer {first.name} differs, and {mean} agrees",
+            "the variance is divided by n where BatchNorm keeps that by n - 1, or by the n of a rank: multiply it by "
+            "n / (n - 1), of all ranks.",
+        )
     return Cause(
         f"buffer {first.name} of rank 0 differs",
         "it is made of the samples of a rank or a micro-batch, as running statistics are (trap 11); or it is updated "

@@ -5,7 +5,12 @@ import numpy as np
 from ddp_lab.parity.causes.cause import NEAR, Cause, Rule, and_others, factor_name, times
 from ddp_lab.parity.causes.data import untied
 from ddp_lab.parity.comparison import Comparison, Quantity
-from ddp_lab.parity.lookback import is_of_step_before, is_sum_with_step_before, weights_of_micro_batches
+from ddp_lab.parity.lookback import (
+    is_of_step_before,
+    is_sum_with_step_before,
+    scale_after_backward,
+    weights_of_micro_batches,
+)
 from ddp_lab.parity.store import GRADIENT
 
 CLOSE = 2e-3
@@ -48,7 +53,7 @@ def not_reduced(made: Comparison, first: Quantity) -> Cause | None:
         return Cause(
             f"the gradient of {first.name} is not the same on all ranks ({len(apart)} of {len(gradients)} are not)",
             "it is not reduced: it was made after the wrapper was, is used outside of its forward, or is ignored by "
-            "it. Or layers or tokens are cut over ranks, and each has a part of it: sum it over them.",
+            "it. Or layers, tokens or stages (with tied weights) are cut over ranks, and each has a part: sum these.",
         )
     return Cause(
         "gradients are not the same on all ranks: nobody has reduced them over all ranks",
@@ -89,7 +94,7 @@ def late(made: Comparison, first: Quantity) -> Cause | None:
 
 def uneven_means(made: Comparison, first: Quantity) -> Cause | None:
     """The losses of ranks or micro-batches count alike, though they are means over different numbers."""
-    scales = made.scales.get(first.step, {})
+    scales = {which: scale for which, scale in made.scales.get(first.step, {}).items() if which[0] >= 0}
     values = np.abs(list(scales.values()))
     if len(values) < 2 or np.ptp(values) <= NEAR * values.max():
         return None
@@ -162,7 +167,14 @@ def by_factor(made: Comparison, first: Quantity) -> Cause | None:
     gradients = [one for one in made.of(first.step, GRADIENT) if one.norm]
     alike = [one for one in gradients if one.one_factor is not None and abs(one.one_factor / factor - 1) < NEAR]
     if len(alike) > 0.9 * len(gradients):
-        return Cause(f"all gradients are {times(made, factor)}", _why(factor_name(made, factor)))
+        named, clipped = factor_name(made, factor), scale_after_backward(made, first.step)
+        if not named and abs(clipped - 1) > NEAR:
+            return Cause(
+                f"all gradients are {times(made, factor)}, and run A scales its own by {clipped:.4g} after backward",
+                "clipping by another norm: it counts what ranks hold alike once for each of them, or misses what "
+                "others hold (trap 9).",
+            )
+        return Cause(f"all gradients are {times(made, factor)}", _why(named))
     return Cause(
         f"the gradient of {first.name}{and_others([one.name for one in alike])} is {times(made, factor)}",
         "these alone are reduced once too often or too seldom: experts, parts of tensor parallelism, replicas of a "
@@ -203,9 +215,12 @@ RULES: list[Rule] = [
 
 
 def other_norms(made: Comparison, step: int) -> Cause | None:
-    """Nothing differs but what clipping would read."""
+    """Nothing differs but what clipping would read, by more than rounding does to the norms of all gradients."""
     a, b = (run.facts[step][0]["norms"] for run in (made.a, made.b))
-    if not a or not b or abs(b[0] / a[0] - 1) <= CLOSE / 4:
+    gradients = made.of(step, GRADIENT)
+    norms, limits = (np.array([getattr(one, name) for one in gradients]) for name in ("norm", "limit"))
+    rounding = float(np.linalg.norm(limits * norms)) / max(float(np.linalg.norm(norms)), 1e-300)
+    if not a or not b or abs(b[0] / a[0] - 1) <= max(CLOSE / 4, rounding):
         return None
     return Cause(
         f"step {step}: the norm by which run B clips is {b[0]:.6g}, and run A's is {a[0]:.6g} "

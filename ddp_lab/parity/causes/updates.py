@@ -93,7 +93,8 @@ def other_update(made: Comparison, first: Quantity) -> Cause | None:
     if factor is not None:
         return Cause(
             f"gradients agree, and the update of {first.name} is {times(made, factor)}",
-            "the learning rate is scaled where the optimizer's settings do not show it, or the step is taken twice.",
+            "the learning rate is scaled where the optimizer's settings do not show it, the step is taken twice, or "
+            "the optimizer counts other steps (Adam's bias correction): its states are not those of a new one.",
         )
     return Cause(
         f"gradients agree, and the update of {first.name} does not",

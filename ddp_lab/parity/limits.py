@@ -1,0 +1,50 @@
+"""How far two runs may differ: as far as rounding goes.
+
+A yardstick tells, which is run A again with each output rounded once more; or else a limit by dtype.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ddp_lab.parity.quantity import Quantity
+from ddp_lab.parity.store import BUFFER, GRADIENT, OUTPUT, OUTPUT_GRADIENT, PARAMETER, START
+
+EPSILON = {"float32": 2**-23, "float64": 2**-52, "bfloat16": 2**-7, "float16": 2**-10}
+TIMES_YARDSTICK = 16.0
+"""How much more than the yardstick two runs may differ: sums over ranks round in other places than it does."""
+LEAST = {"float32": 64.0, "float64": 64.0, "bfloat16": 4.0, "float16": 8.0}
+"""Units in the last place that two runs may differ in any case."""
+WITHOUT_YARDSTICK = {OUTPUT: 2**10, OUTPUT_GRADIENT: 2**12, GRADIENT: 2**12, START: 1, BUFFER: 2**12, PARAMETER: 2**14}
+"""Units in the last place, where there is no yardstick."""
+MOST = {OUTPUT: 0.1, OUTPUT_GRADIENT: 0.3, GRADIENT: 0.3, START: 1e-3, BUFFER: 0.1, PARAMETER: 0.5}
+"""No limit is wider."""
+SMALL = 1e-4
+"""A gradient that is this much smaller than that of the whole model is rounding."""
+
+
+def limit_of(one: Quantity, rounded: Mapping[tuple[int, str, str, int], float], coarsest: str) -> float:
+    """`coarsest`: the dtype in which any output is rounded, and what follows from it with it."""
+    dtype = "float32" if one.kind in (START, BUFFER) else coarsest
+    unit = EPSILON.get(dtype, 2**-23) * (max(1.0, one.coarse) if dtype == "float32" else 1.0)
+    if not rounded:
+        return min(unit * WITHOUT_YARDSTICK[one.kind] * (1 + one.step), MOST[one.kind])
+    here = rounded.get((one.step, one.kind, one.name, one.call), 0.0)
+    if one.kind == START:
+        return unit
+    alike = [error for (step, kind, _, _), error in rounded.items() if (step, kind) == (one.step, one.kind)]
+    return max(
+        TIMES_YARDSTICK * here, TIMES_YARDSTICK / 2 * float(np.median(alike or [0.0])), LEAST.get(dtype, 64.0) * unit
+    )
+
+
+def forgive_small(gradients: list[Quantity], updates: list[Quantity]) -> None:
+    """What is next to nothing beside the whole gradient may be all rounding, as that of a key's bias, or of a bias in
+    front of a BatchNorm. Adam makes an update of it as of any other."""
+    total = np.sqrt(sum(one.norm**2 for one in gradients))
+    small = {one.name: one for one in gradients if one.norm < SMALL * total}
+    for one in small.values():
+        one.limit = max(one.limit, one.limit * SMALL * total / max(one.norm, 1e-300))
+    for one in updates:
+        if one.name in small and one.norm:
+            one.limit = 4.0
