@@ -159,12 +159,11 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """
     import pandas as pd
 
-    from ddp_lab.analysis.errors import TraceError
     from ddp_lab.analysis.files import write_csv
 
     try:
         write_csv(path, pd.DataFrame(rows, columns=list(COLUMNS)))
-    except TraceError as error:
+    except UserError as error:
         raise UserError(f"{error}; choose another --output-dir") from None
 
 

@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_lab.analysis.errors import TraceError, listed
+from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.traces.finding import SUFFIXES, Window, find_windows, group_by_window
 from ddp_lab.progress import long_work
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import add_limit
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def report(options: argparse.Namespace, report_root: str) -> int:
     """Write the reports of `options`, and return the exit code."""
     try:
         pages = analyse(options, report_root)
-    except TraceError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for page in pages:
@@ -71,12 +72,12 @@ def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
     """Write the reports of `options`, and return their pages.
 
     Raises:
-        TraceError: traces cannot be used, or reports cannot be written.
+        UserError: traces cannot be used, or reports cannot be written.
     """
     if options.trace_files:
         for path in options.trace_files:
             if not path.is_file() or not path.name.endswith(SUFFIXES):
-                raise TraceError(f"{path}: no such trace file (*.json or *.json.gz)")
+                raise UserError(f"{path}: no such trace file (*.json or *.json.gz)")
         trace_dir = options.trace_files[0].resolve().parent
         if re.match(r"rank[_-]?\d+$", trace_dir.name):
             trace_dir = trace_dir.parent
@@ -92,7 +93,7 @@ def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
         try:
             choice = trace_dir.resolve().name
             report_on_window(window, choice, target, options.include_last_step, options.enable_multiprocessing)
-        except TraceError as error:
+        except UserError as error:
             problems.append(error)
         else:
             pages.append(target / "summary.html")

@@ -1,14 +1,8 @@
-"""Errors that a person can act on, and lists in their messages."""
+"""Lists in messages."""
 
 from collections.abc import Sequence
 
-from ddp_lab.runtime.errors import UserError
-
 MOST_LISTED = 12
-
-
-class TraceError(UserError):
-    """A trace or run record that cannot be used. The message names the file, what is wrong and what to do."""
 
 
 def listed(things: Sequence[object]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.errors import TraceError
+from ddp_lab.runtime.errors import UserError
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet runs text that begins so as a formula (OWASP, CSV Injection)."""
@@ -16,7 +16,7 @@ def write_csv(path: Path, table: pd.DataFrame) -> None:
     """Write `table` as CSV, whole or not at all. Text that a spreadsheet would run as a formula gets a `'` before it.
 
     Raises:
-        TraceError: the file cannot be written.
+        UserError: the file cannot be written.
     """
 
     def harmless(value: Any) -> Any:
@@ -32,7 +32,7 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` whole or not at all.
 
     Raises:
-        TraceError: the file cannot be written.
+        UserError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -42,4 +42,4 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise TraceError(f"cannot write {path}: {error.strerror}") from None
+        raise UserError(f"cannot write {path}: {error.strerror}") from None

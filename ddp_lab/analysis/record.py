@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.layout import RUN_RECORD, Ended
 from ddp_lab.record_format import RECORD_VERSION, ranks_in
 from ddp_lab.runtime.errors import UserError
@@ -22,15 +21,12 @@ def read_record(path: Path, failed_too: bool = False) -> dict[str, Any]:
         failed_too: Accept the record of a run that did not complete. Its missing figures are empty or None.
 
     Raises:
-        TraceError: the file cannot be read or is not a run record, or the run did not complete. Names the field.
+        UserError: the file cannot be read or is not a run record, or the run did not complete. Names the field.
     """
     try:
-        content = msgspec.json.decode(json_bytes(path, SHARE))
-        return checked(content, path, failed_too)
-    except UserError as error:
-        raise TraceError(str(error)) from None
+        return checked(msgspec.json.decode(json_bytes(path, SHARE)), path, failed_too)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: cannot be read as a run record ({error})") from None
+        raise UserError(f"{path}: cannot be read as a run record ({error})") from None
 
 
 def checked(content: Any, path: object, failed_too: bool = False) -> dict[str, Any]:

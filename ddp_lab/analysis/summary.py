@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.errors import TraceError, listed
+from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.mesh import mesh_of
 from ddp_lab.analysis.metrics.agreement import disagreements
 from ddp_lab.analysis.metrics.audit import audit
@@ -25,6 +25,7 @@ from ddp_lab.analysis.traces.collectives import KINDS, sent_bytes
 from ddp_lab.analysis.traces.finding import OWN_NAME, Window, missing_ranks, rank_in_path
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
+from ddp_lab.runtime.errors import UserError
 
 KIND_SENTENCES = {
     "cpu": "CPU trace: operators of the training thread and Gloo spans, lowered to kernels on virtual streams.",
@@ -81,7 +82,7 @@ def analyse_window(
         on_rank: Called after each rank's trace is read, for a progress bar.
 
     Raises:
-        TraceError: no rank's trace can be used, or the ranks' traces do not belong together.
+        UserError: no rank's trace can be used, or the ranks' traces do not belong together.
     """
     timelines, figures, problems = [], {}, []
     for rank, found in read_ranks(window, include_last_step, multiprocessing):
@@ -93,7 +94,7 @@ def analyse_window(
         on_rank(rank)
     if not timelines:
         more = f" (nor can the {len(problems) - 1} others be used)" if len(problems) > 1 else ""
-        raise TraceError(f"{problems[0]}{more}")
+        raise UserError(f"{problems[0]}{more}")
     require_comparable(timelines)
     record = find_record(window)
     absent = missing_ranks(window, timelines[0].world_size)
@@ -147,7 +148,7 @@ def analyse_rank(path: Path, rank: int, include_last_step: bool) -> tuple[RankTi
         return found
     try:
         return found, holistic_figures([found]).iloc[0].to_dict()
-    except TraceError as error:
+    except UserError as error:
         return str(error)
 
 
@@ -162,7 +163,7 @@ def read_rank(path: Path, rank: int, include_last_step: bool) -> RankTimeline | 
             other = f"the file says that it is of rank {said}, as another does; by its name it counts as rank {rank}"
             return replace(timeline, notes=[other, *timeline.notes])
         return timeline
-    except TraceError as error:
+    except UserError as error:
         return str(error)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # in foreign files
         return f"{path}: has events that no profiler writes ({type(error).__name__}: {' '.join(str(error).split())})"
@@ -172,7 +173,7 @@ def require_comparable(timelines: list[RankTimeline]) -> None:
     """Refuse ranks with different steps, kinds of device or world sizes.
 
     Raises:
-        TraceError: names the file that differs.
+        UserError: names the file that differs.
     """
     first = timelines[0]
     for other in timelines[1:]:
@@ -182,7 +183,7 @@ def require_comparable(timelines: list[RankTimeline]) -> None:
             ("a world size of", first.world_size, other.world_size),
         ):
             if mine != theirs:
-                raise TraceError(
+                raise UserError(
                     f"{other.path}: has {what} {theirs}, but {first.path} has {mine}; they are not of the same run or "
                     "window"
                 )
@@ -235,7 +236,7 @@ def find_record(window: Window) -> dict[str, Any] | None:
     """The run record beside a window's rank folders, if there is one. Folders of several nodes may lie apart.
 
     Raises:
-        TraceError: it is there but cannot be read.
+        UserError: it is there but cannot be read.
     """
     folders = {path.parent.parent: None for path in window.files.values()}  # in order
     paths = [folder / f"{window.run_id}.run.json" for folder in folders]

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_lab.analysis.comparison.fairness import FIELDS
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.families import FAMILIES, Family, report_root_of
 from ddp_lab.runtime.cli import OneLineParser, unknown_name
 from ddp_lab.runtime.config import split_label
@@ -122,7 +121,7 @@ def of_choice(options: argparse.Namespace) -> int:
     trace_dir = Path(options.what)
     if not trace_dir.is_dir():
         meant = "profile" / trace_dir if ("profile" / trace_dir).is_dir() else "profile/<choice>"
-        raise TraceError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or {meant}")
+        raise UserError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or {meant}")
     from ddp_lab.analysis.command import report_folder  # these take seconds, too
     from ddp_lab.analysis.comparison.changes import exceeding, signed
     from ddp_lab.analysis.comparison.two_runs import report_on_two_runs

@@ -15,7 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.data.found import require_found
@@ -227,11 +226,7 @@ def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
     state.write()
     failed = train(runs, state, planned(labels, passes, runs.config(labels[0]).seed), resumes)
     succeeded = [label for label in labels if label not in failed]
-    try:
-        page = report_on_choices(runs.output_dir, family.report_root, succeeded, failed, passes=state.runs)
-    except TraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    page = report_on_choices(runs.output_dir, family.report_root, succeeded, failed, passes=state.runs)
     if not failed:
         state.write(is_whole=True)
     print(f"\n{len(succeeded)} of {len(labels)} choices in {time.monotonic() - started:.0f} s; open {page}")

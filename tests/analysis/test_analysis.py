@@ -19,12 +19,12 @@ from ddp_lab.analysis.command import main
 from ddp_lab.analysis.comparison.changes import Run, changes
 from ddp_lab.analysis.comparison.compare import comparison
 from ddp_lab.analysis.comparison.traced import keep
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.report.pages.summary import kernel_times, write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces import intervals
 from ddp_lab.analysis.traces.collectives import KINDS
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, record, record_of_eight_steps, write, write_run
 
@@ -97,10 +97,10 @@ def test_communication_that_the_device_does_not_show_is_unknown_not_zero(tmp_pat
 
 
 def test_missing_and_empty_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(TraceError, match="no such folder"):
+    with pytest.raises(UserError, match="no such folder"):
         find_windows(tmp_path / "nowhere")
     (tmp_path / "x.rank_0.flight.json").write_text("{}")  # of a run that ended before its first window
-    with pytest.raises(TraceError, match="no trace"):
+    with pytest.raises(UserError, match="no trace"):
         find_windows(tmp_path)
     assert main("reports", ["--trace-files", str(tmp_path / "nowhere.json")]) == 1
     assert "no such trace file" in capsys.readouterr().err

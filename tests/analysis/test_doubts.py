@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddp_lab.analysis.command import main
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, event, write
 
@@ -100,7 +100,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, kind: str, case: str)
     change, said = WRONG[kind][case]
     try:
         doubts = analyse_window(find_windows(written(tmp_path, kind, change))[0]).doubts
-    except TraceError as error:
+    except UserError as error:
         doubts = [str(error)]
     found = "\n".join(doubts)
     assert pd.Series(doubts).str.contains(said, regex=True).sum() == 1 and found.count("\n") < 3, found
@@ -178,7 +178,7 @@ def test_no_figure_changes_without_a_word(tmp_path: Path, count: int) -> None:
     def check(kind: str, seed: int) -> None:
         try:
             found, doubts = figures(written(tmp_path / "changed", kind, mutated(kind, seed)))
-        except TraceError as error:
+        except UserError as error:
             assert "\n" not in str(error)
         else:
             assert doubts or found == whole[kind][0]

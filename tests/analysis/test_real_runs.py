@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import sharding
 from ddp.bucket_ddp_async import BucketDDP
 from ddp.simple_ddp_ga import SimpleDDPAccumulated
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.metrics.audit import calls_by_step
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window
@@ -27,6 +26,7 @@ from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.matching import KEY
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.run import train_and_record
 from tests import raw
 from tests.ranks import RankPool
@@ -162,7 +162,7 @@ def test_mutated_real_traces(data: st.DataObject, zero3: Path, tmp_path_factory:
         path.write_bytes(mutated(data, content) if rank else content)
     try:
         analysis = analyse_window(find_windows(folder)[0])
-    except TraceError as error:
+    except UserError as error:
         assert str(folder) in str(error) and "\n" not in str(error)
         return
     assert all(str(folder) in problem and "\n" not in problem for problem in analysis.problems)

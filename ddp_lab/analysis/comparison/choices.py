@@ -16,7 +16,6 @@ from ddp_lab.analysis.comparison.compare import REFERENCE, latest_record
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, field_of, require_comparable
 from ddp_lab.analysis.comparison.steady import passes_of, with_passes
 from ddp_lab.analysis.comparison.traced import Traced, keep
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.mesh import mesh_of
 from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.record import leaves_traces, read_record
@@ -24,6 +23,7 @@ from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.summary import read_rank
 from ddp_lab.analysis.traces.finding import Window, find_windows
 from ddp_lab.record_format import SHARED_GPU
+from ddp_lab.runtime.errors import UserError
 
 SHOWN = (
     "choice",
@@ -65,7 +65,7 @@ def report_on_choices(
         unfinished: How far that sweep got, if it is not whole.
 
     Raises:
-        TraceError: there is nothing to compare, or the runs are not comparable.
+        UserError: there is nothing to compare, or the runs are not comparable.
     """
     found = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
     records = {
@@ -74,7 +74,7 @@ def report_on_choices(
         if record is not None
     }
     if not records:
-        raise TraceError("no run record of any choice to compare; train first")
+        raise UserError("no run record of any choice to compare; train first")
     allowed, class_field = set(allowed), field_of(BACKEND_CLASS)
     differences = require_comparable(records, allowed | {class_field})
     if class_field not in allowed:  # runs over different classes stand in one table, but are not compared
@@ -93,7 +93,7 @@ def report_on_choices(
                 incomplete.append(choice)
             else:
                 traced[choice] = replace(keep(analysis), later=later_steps(trace_dir, passes_of(record)))
-        except TraceError as error:  # the choice's step times can still be used
+        except UserError as error:  # the choice's step times can still be used
             print(f"error: {choice}: {error}", file=sys.stderr)
             failed.append(choice)
     compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete, unfinished)
@@ -109,7 +109,7 @@ def in_passes(latest: dict[str, Any], folder: Path, passes: Mapping[int, str]) -
     """The record of a sweep's first pass with all passes, if the latest run is of the sweep; else the latest alone.
 
     Raises:
-        TraceError: a record cannot be read.
+        UserError: a record cannot be read.
     """
     if latest["run_id"] not in passes.values() or 1 not in passes:
         return latest
@@ -121,7 +121,7 @@ def later_steps(trace_dir: Path, passes: Mapping[int, dict[str, Any]]) -> dict[i
     """The table of `exposure.csv` of each pass but the first, if all its ranks can be read.
 
     Raises:
-        TraceError: there are no traces.
+        UserError: there are no traces.
     """
     found = {}
     for number, record in passes.items():
@@ -138,11 +138,11 @@ def last_window(trace_dir: Path, run_id: str) -> Window:
     """The last profile window of a run.
 
     Raises:
-        TraceError: it has no traces.
+        UserError: it has no traces.
     """
     windows = [window for window in find_windows(trace_dir) if window.run_id == run_id]
     if not windows:
-        raise TraceError(f"{trace_dir}: no trace of run {run_id}; train again")
+        raise UserError(f"{trace_dir}: no trace of run {run_id}; train again")
     return windows[-1]
 
 

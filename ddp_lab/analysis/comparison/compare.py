@@ -62,7 +62,7 @@ def latest_record(choice_dir: Path) -> dict[str, Any] | None:
     """The newest record of a run that completed, or None. Each newer run that did not complete gets a warning.
 
     Raises:
-        TraceError: a record cannot be read.
+        UserError: a record cannot be read.
     """
     for path in sorted(choice_dir.glob("*.run.json"), reverse=True):
         record = read_record(path, failed_too=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ddp_lab.analysis.errors import TraceError
+from ddp_lab.runtime.errors import UserError
 
 TIME, MEMORY, TRAFFIC, LOSS, TRACES = "step times", "memory", "traffic", "losses", "figures of traces"
 
@@ -149,7 +149,7 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
     """Refuse runs that differ in settings other than `allowed` (named as in `FIELDS`); return the other differences.
 
     Raises:
-        TraceError: names each setting that differs, with its values and their runs.
+        UserError: names each setting that differs, with its values and their runs.
     """
     found = differences(records)
     may_differ = set(allowed) & set(FIELDS)
@@ -157,7 +157,7 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
     if refused:
         flags = [f"--allow-different {field_of(found.name)}" for found in refused if found.name != LINK]
         way_out = f", or give {' '.join(flags)}" if len(flags) == len(refused) else ""
-        raise TraceError(
+        raise UserError(
             f"these runs cannot be compared: they differ in {', '.join(map(str, refused))}; train them alike{way_out}"
         )
     return found

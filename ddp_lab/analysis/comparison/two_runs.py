@@ -12,11 +12,11 @@ from ddp_lab.analysis.comparison.changes import EQUAL, Run, changes, rows_of, si
 from ddp_lab.analysis.comparison.choices import last_window, print_whole
 from ddp_lab.analysis.comparison.fairness import require_comparable
 from ddp_lab.analysis.comparison.traced import keep
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.record import failure_of, leaves_traces, read_record
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.runtime.errors import UserError
 
 SUFFIX = ".run.json"
 DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}
@@ -36,12 +36,12 @@ def report_on_two_runs(
         allowed: Settings in which the runs may differ, named as in `ddp_lab.analysis.comparison.fairness.FIELDS`.
 
     Raises:
-        TraceError: a run is missing or cannot be read, or the two cannot be compared.
+        UserError: a run is missing or cannot be read, or the two cannot be compared.
     """
     old_path, new_path = both_paths(trace_dir, baseline, run)
     old, new = read_record(old_path), read_record(new_path)
     if old["choice"] != new["choice"]:
-        raise TraceError(
+        raise UserError(
             f"{old_path} is of {old['choice']}, but {new_path} of {new['choice']}; to compare choices, give ddp or "
             "sharding instead of a folder"
         )
@@ -66,12 +66,12 @@ def record_path(trace_dir: Path, run: str) -> Path:
     """The record of a run that a user names.
 
     Raises:
-        TraceError: there is none; the message lists the existing ones.
+        UserError: there is none; the message lists the existing ones.
     """
     path = Path(run) if run.endswith(SUFFIX) else trace_dir / f"{run}{SUFFIX}"
     if not path.is_file():
         there = ", ".join(other.name.removesuffix(SUFFIX) for other in records_in(trace_dir)) or "none"
-        raise TraceError(f"{path}: no such run record; runs in {trace_dir}: {there}")
+        raise UserError(f"{path}: no such run record; runs in {trace_dir}: {there}")
     return path
 
 
@@ -79,7 +79,7 @@ def both_paths(trace_dir: Path, *runs: str | None) -> list[Path]:
     """The records of two runs, the earlier first. Those not given are the latest others of completed runs.
 
     Raises:
-        TraceError: there is none.
+        UserError: there is none.
     """
     given = [record_path(trace_dir, run) if run else None for run in runs]
     names = [path.name for path in given if path]
@@ -87,7 +87,7 @@ def both_paths(trace_dir: Path, *runs: str | None) -> list[Path]:
     others = [path for path in others if not failure_of(read_record(path, failed_too=True))] if None in given else []
     if len(others) < (missing := given.count(None)):
         besides = " besides the one given" if names else ""
-        raise TraceError(
+        raise UserError(
             f"{trace_dir}: has {len(others)} completed run(s){besides}, and two are compared; train again, or give "
             "--baseline and --run"
         )
@@ -103,7 +103,7 @@ def load(path: Path) -> Run:
     """A run's record, and what comparisons need of its last profile window if it has one.
 
     Raises:
-        TraceError: the record or a trace cannot be read.
+        UserError: the record or a trace cannot be read.
     """
     record = read_record(path)
     if not leaves_traces(record):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.traces.timeline import RankTimeline
+from ddp_lab.runtime.errors import UserError
 
 HTA_NAMES = {"compute": "gemm", "communication": "ncclDevKernel", "memory": "Memcpy"}
 """Names by which HTA knows what a kernel is. It goes by names alone: `mscclKernel` of RCCL is compute to it."""
@@ -29,7 +29,7 @@ def holistic_figures(timelines: Sequence[RankTimeline]) -> pd.DataFrame:
         compute ran as well; NaN without communication).
 
     Raises:
-        TraceError: HTA cannot analyse them.
+        UserError: HTA cannot analyse them.
     """
     logging.disable(logging.WARNING)  # HTA reports its progress as warnings
     from hta.analyzers.breakdown_analysis import BreakdownAnalysis
@@ -44,7 +44,7 @@ def holistic_figures(timelines: Sequence[RankTimeline]) -> pd.DataFrame:
             overlap = CommunicationAnalysis.get_comm_comp_overlap(trace, visualize=False)
         breakdown = BreakdownAnalysis.get_temporal_breakdown(trace, visualize=False)
     except (ValueError, KeyError, IndexError, AssertionError, TypeError, ArithmeticError) as error:
-        raise TraceError(f"{timelines[0].path}: HTA cannot analyse these traces ({error!r})") from error
+        raise UserError(f"{timelines[0].path}: HTA cannot analyse these traces ({error!r})") from error
     times = {f"{part}_us": breakdown[f"{part}_time(us)"] / NS for part in ("compute", "non_compute", "idle")}
     figures = pd.DataFrame({"rank": breakdown["rank"], **times, "total_us": breakdown["kernel_time(us)"] / NS})
     return figures.merge(overlap.rename(columns={"comp_comm_overlap_pctg": "overlap_pct"}), on="rank")

@@ -4,14 +4,11 @@ Chowdhery et al., 2022, "PaLM", appendix B: achieved throughput over that of a s
 costs what forward and backward of the model need (`docs/run-record.md`, Model FLOPs).
 """
 
-import re
-import tomllib
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-TABLE = Path(__file__).parents[2] / "planner" / "hardware.toml"
+from ddp_lab.planner.costs.entries import filled, known, table
+from ddp_lab.runtime.errors import UserError
 
 
 class Peak(NamedTuple):
@@ -24,8 +21,12 @@ class Peak(NamedTuple):
 
 def peak_of(record: dict[str, Any]) -> Peak | None:
     """The peak of each device of a run, at the precision of its matrix products. None for a CPU and an unknown GPU."""
-    dtype, device = dtype_of(record["config"]), gpus().get(spelled(record["device_name"]))
-    if device is None or dtype not in device["flops"]:
+    dtype, devices = dtype_of(record["config"]), table()["devices"]
+    try:
+        device = filled(devices[known(record["device_name"], devices, "device")])
+    except UserError:
+        return None
+    if device["kind"] != "cuda" or dtype not in device["flops"]:
         return None
     return Peak(device["flops"][dtype], dtype, device["source"])
 
@@ -40,20 +41,3 @@ def mfu(record: dict[str, Any]) -> float | None:
     """A fraction of 1; None without a peak, or if nothing was counted or timed."""
     peak, achieved = peak_of(record), record["model_flops_per_second"]
     return achieved / (peak.flops_per_second * record["world_size"]) if peak and achieved else None
-
-
-@cache
-def gpus() -> dict[str, dict[str, Any]]:
-    """Devices of the planner's table by each of their names."""
-    table = tomllib.loads(TABLE.read_text())["devices"]
-    devices = {key: table.get(device.get("like"), {}) | {"aliases": []} | device for key, device in table.items()}
-    return {
-        spelled(name): device
-        for key, device in devices.items()
-        if device["kind"] == "cuda"
-        for name in (key, device["title"], *device.get("aliases", ()))
-    }
-
-
-def spelled(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -120,7 +120,7 @@ def write_page(path: Path, page: str) -> None:
     """Write a page, and Plotly's script if it is not there: in the report root that `path` is in, or else beside it.
 
     Raises:
-        TraceError: a file cannot be written.
+        UserError: a file cannot be written.
     """
     folder = path.parent.absolute()
     script = next((above for above in (folder, *folder.parents) if above.name in REPORT_ROOTS), folder) / SCRIPT

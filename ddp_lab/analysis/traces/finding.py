@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.traces.reading import peek
+from ddp_lab.runtime.errors import UserError
 
 OWN_NAME = re.compile(r"^(?P<run_id>.+)\.step(?P<step>\d+)\.pt\.trace\.json\.gz$")
 RANK_IN_PATH = re.compile(r"(?<![a-z])rank[_\-]?(\d{1,6})(?!\d)", re.IGNORECASE)
@@ -33,10 +33,10 @@ def find_windows(trace_dir: Path) -> list[Window]:
     """All windows below `trace_dir`, oldest first. Files without this project's names are grouped by their steps.
 
     Raises:
-        TraceError: there is no such folder, or no trace in it.
+        UserError: there is no such folder, or no trace in it.
     """
     if not trace_dir.is_dir():
-        raise TraceError(f"{trace_dir}: no such folder; train first, then give profile/<choice>")
+        raise UserError(f"{trace_dir}: no such folder; train first, then give profile/<choice>")
     paths = [
         path
         for path in sorted(trace_dir.rglob("*"))
@@ -46,7 +46,7 @@ def find_windows(trace_dir: Path) -> list[Window]:
         and path.is_file()
     ]
     if not paths:
-        raise TraceError(
+        raise UserError(
             f"{trace_dir}: no trace (*.json or *.json.gz) in this folder; train without --no-profile, and to the end"
         )
     own = [path for path in paths if OWN_NAME.match(path.name)]  # then other JSON files are not traces
@@ -59,7 +59,7 @@ def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
     A broken file says nothing of its window. If its name says its rank, it joins every window that lacks this rank.
 
     Raises:
-        TraceError: two files of one window claim the same rank, or a file's rank is unknown.
+        UserError: two files of one window claim the same rank, or a file's rank is unknown.
     """
     groups: dict[tuple[str, int], list[_File]] = {}
     without_steps = []
@@ -70,7 +70,7 @@ def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
             continue
         try:
             said, step = peek(path)
-        except TraceError:  # `read_trace` says what is wrong
+        except UserError:  # `read_trace` says what is wrong
             said, step = None, None
         if own:
             groups.setdefault((own["run_id"], int(own["step"])), []).append(_File(path, (said,)))
@@ -121,7 +121,7 @@ def _by_rank(files: list[_File]) -> dict[int, Path]:
         known = {rank: path for rank, path in found.items() if rank is not None}
         if len(known) == len(files):
             return dict(sorted(known.items()))
-    raise TraceError(problems[0])
+    raise UserError(problems[0])
 
 
 def missing_ranks(window: Window, world_size: int | None) -> list[int]:

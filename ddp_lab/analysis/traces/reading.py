@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.traces.gloo_operators import with_paced_names
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import json_bytes, most_bytes
@@ -99,15 +98,15 @@ def read_trace(path: Path) -> RankTrace:
     """The content of a trace file.
 
     Raises:
-        TraceError: it is empty, cut short, not JSON, or no trace of torch.profiler.
+        UserError: it is empty, cut short, not JSON, or no trace of torch.profiler.
     """
-    return parse_trace(read_bytes(path), path)
+    return parse_trace(json_bytes(path), path)
 
 
 def parse_trace(data: bytes | bytearray, path: Path) -> RankTrace:
     """As `read_trace`, from the file's content; `path` is for messages."""
     if not data:
-        raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
+        raise UserError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
     file = _decode(data, path)
     file.traceEvents = with_paced_names(file.traceEvents)
     for event in file.traceEvents:
@@ -118,32 +117,20 @@ def parse_trace(data: bytes | bytearray, path: Path) -> RankTrace:
     categories = {str(event.cat) for event in file.traceEvents}
     gives_work = any(category.endswith(LAUNCH_CATEGORIES) for category in categories)
     if not categories & DEVICE_CATEGORIES and (gives_work or any(_is_nccl(event) for event in file.traceEvents)):
-        raise TraceError(f"{path}: shows what was launched on a device, but not what ran there; profile the device too")
+        raise UserError(f"{path}: shows what was launched on a device, but not what ran there; profile the device too")
     events, unseen, notes = _table(file.traceEvents)
     if events.empty:
-        raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
+        raise UserError(f"{path}: no event with a duration in it, so there is nothing to analyse")
     return RankTrace(path, info, events, unseen, notes)
-
-
-def read_bytes(path: Path) -> bytearray:
-    """The content of a file, unpacked.
-
-    Raises:
-        TraceError: the file cannot be read, its end is missing, or it is too large.
-    """
-    try:
-        return json_bytes(path)
-    except UserError as error:
-        raise TraceError(str(error)) from None
 
 
 def peek(path: Path) -> tuple[int | None, int | None]:
     """The rank and the first profiled step that a trace file names; None for what it does not name.
 
     Raises:
-        TraceError: the file cannot be read.
+        UserError: the file cannot be read.
     """
-    data = read_bytes(path)
+    data = json_bytes(path)
     found = _decoded(data, _Info)  # None if the file is broken; `parse_trace` says how
     rank = found.distributedInfo.get("rank") if found and isinstance(found.distributedInfo, dict) else None
     steps = [int(number) for number in STEP_NAME.findall(data)]
@@ -160,11 +147,11 @@ def _decode(data: bytes | bytearray, path: Path) -> _File:
                 raise
             return decoder.decode(_repaired(data))
     except RecursionError:
-        raise TraceError(f"{path}: JSON nested too deeply to be a trace") from None
+        raise UserError(f"{path}: JSON nested too deeply to be a trace") from None
     except msgspec.ValidationError:
-        raise TraceError(f"{path}: has no list traceEvents, so it is not a trace of torch.profiler") from None
+        raise UserError(f"{path}: has no list traceEvents, so it is not a trace of torch.profiler") from None
     except (ValueError, msgspec.DecodeError) as error:
-        raise TraceError(f"{path}: not valid JSON ({error}); the file is cut short or not a trace") from None
+        raise UserError(f"{path}: not valid JSON ({error}); the file is cut short or not a trace") from None
 
 
 def _repaired(data: bytes | bytearray) -> bytes:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.traces.intervals import Intervals
 from ddp_lab.analysis.traces.reading import STEP_PREFIX
+from ddp_lab.runtime.errors import UserError
 
 STEP_NAME = STEP_PREFIX + r"\d{1,15}"
 CLOCK_STEP_US = 10.0
@@ -19,11 +19,11 @@ def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
     """Columns number, start, end, pid, tid of the profiled optimizer steps, on the thread that has most of them.
 
     Raises:
-        TraceError: there are none, or their times are impossible.
+        UserError: there are none, or their times are impossible.
     """
     found = events[(events["cat"] == "user_annotation") & events["name"].str.fullmatch(STEP_NAME)].copy()
     if found.empty:
-        raise TraceError(f"{path}: no {STEP_PREFIX} in it; call profiler.step() after each optimizer step")
+        raise UserError(f"{path}: no {STEP_PREFIX} in it; call profiler.step() after each optimizer step")
     found["number"] = found["name"].str.removeprefix(STEP_PREFIX).astype(int)
     threads = found.groupby(["pid", "tid"])["number"].transform("size")
     found = found[threads == threads.max()].sort_values("number", kind="stable")
@@ -31,10 +31,10 @@ def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
     ends, starts = found["end"].to_numpy()[:-1], found["start"].to_numpy()[1:]
     for index in np.flatnonzero(starts < ends - CLOCK_STEP_US):
         first, second = found["number"].iloc[index], found["number"].iloc[index + 1]
-        raise TraceError(f"{path}: step {second} begins before step {first} has ended; its clock went back")
+        raise UserError(f"{path}: step {second} begins before step {first} has ended; its clock went back")
     longest = found.loc[(found["end"] - found["start"]).idxmax()]
     if longest["end"] - longest["start"] > LONGEST_STEP_US:
-        raise TraceError(f"{path}: step {longest['number']} lasts longer than a day; its clock is broken")
+        raise UserError(f"{path}: step {longest['number']} lasts longer than a day; its clock is broken")
     return found[["number", "start", "end", "pid", "tid"]]
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.traces.checks import of_timeline, with_launches, without_early
 from ddp_lab.analysis.traces.collectives import gloo_collectives, only_group
 from ddp_lab.analysis.traces.intervals import Intervals
 from ddp_lab.analysis.traces.nccl import device_collectives
 from ddp_lab.analysis.traces.reading import COLLECTIVE_KERNEL, DEVICE_CATEGORIES, RankTrace
 from ddp_lab.analysis.traces.steps import device_windows, host_windows, profiler_steps
+from ddp_lab.runtime.errors import UserError
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 MOST_RANKS = 10**6
@@ -93,7 +93,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
             off its end. A trace of one step is analysed whole.
 
     Raises:
-        TraceError: no ProfilerStep, its clock is broken, or nothing ran in the analysed steps, or for no time.
+        UserError: no ProfilerStep, its clock is broken, or nothing ran in the analysed steps, or for no time.
     """
     path, info = trace.path, trace.info
     steps = profiler_steps(trace.events, path)
@@ -114,9 +114,9 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     begin, end = steps["start"].iloc[0], steps["end"].iloc[-1]
     issued = kernels["launch"].between(begin, end)
     if (steps["end"] <= steps["start"]).any():
-        raise TraceError(f"{path}: a step in it lasts no time; its clock stood still")
+        raise UserError(f"{path}: a step in it lasts no time; its clock stood still")
     if not (issued & (kernels["end"] > kernels["start"])).any():
-        raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
+        raise UserError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
     last = device_windows(kernels, steps)[-1, 1] if kind == "cuda" else end
     if unseen := int(((trace.unseen >= begin) & (trace.unseen <= end)).sum()):
         notes.append(f"kernels that were launched are not in it ({unseen}), so busy time lacks theirs")

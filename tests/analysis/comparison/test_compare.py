@@ -15,13 +15,13 @@ from ddp_lab.analysis.comparison.conclusion import fastest, leanest, verdict
 from ddp_lab.analysis.comparison.fairness import FIELDS, affected, require_comparable
 from ddp_lab.analysis.comparison.steady import steady, with_passes
 from ddp_lab.analysis.comparison.traced import Traced, keep
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.metrics.significance import fewest_pairs
 from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
 from ddp_lab.analysis.report.pages.heads import labels
 from ddp_lab.analysis.report.pages.summary import summary_page
 from ddp_lab.analysis.summary import WindowAnalysis, analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.runtime.errors import UserError
 from tests.analysis.test_analysis import not_shown
 from tests.tables import each_row
 from tests.traces import record, record_of_eight_steps, write, write_run
@@ -332,7 +332,7 @@ def test_runs_that_differ_stand_in_no_table(case: str) -> None:
     first, second = record("a", 1.0) | said, record("b", 1.0) | said
     assert require_comparable({"a": first, "b": second}) == []
     other = {**second, **changes, "config": {**second["config"], **changes.get("config", {})}}
-    with pytest.raises(TraceError) as caught:
+    with pytest.raises(UserError) as caught:
         require_comparable({"a": first, "b": other})
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
@@ -340,14 +340,14 @@ def test_runs_that_differ_stand_in_no_table(case: str) -> None:
 def test_nobody_can_allow_different_links() -> None:
     first, second = record("a", 1.0), record("b", 1.0)
     second["config"]["link"] = "1gbit"
-    with pytest.raises(TraceError, match=r"link \(not paced: a; 1gbit, paced: b\); train them alike$"):
+    with pytest.raises(UserError, match=r"link \(not paced: a; 1gbit, paced: b\); train them alike$"):
         require_comparable({"a": first, "b": second}, [*FIELDS, "link"])
 
 
 def test_what_may_differ_is_named_and_says_what_does_not_compare() -> None:
     first, second = record("a", 1.0), record("b", 1.0)
     second["config"]["lr"], second["device_name"] = 0.2, "other"
-    with pytest.raises(TraceError, match=r"differ in device \(cpu: a; other: b\); .* --allow-different device$"):
+    with pytest.raises(UserError, match=r"differ in device \(cpu: a; other: b\); .* --allow-different device$"):
         require_comparable({"a": first, "b": second}, ["learning-rate"])
     found = require_comparable({"a": first, "b": second}, ["learning-rate", "device"])
     assert [str(difference) for difference in found] == ["learning rate (0.1: a; 0.2: b)", "device (cpu: a; other: b)"]

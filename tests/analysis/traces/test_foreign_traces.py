@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 from tests.traces import cuda_trace, timeline_of, write
 
@@ -32,7 +32,7 @@ def test_ranks_of_foreign_files(tmp_path: Path, names: tuple[str, str], says_ran
             trace["distributedInfo"] = {"rank": 0, "world_size": 2} if "host" not in name else {}
         write(tmp_path / name, trace)
     if "host" in names[0] and not says_rank:
-        with pytest.raises(TraceError, match="which rank it is of"):
+        with pytest.raises(UserError, match="which rank it is of"):
             find_windows(tmp_path)
     else:
         (window,) = find_windows(tmp_path)

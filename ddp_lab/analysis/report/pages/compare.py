@@ -117,7 +117,7 @@ def write_comparison(compared: Compared, folder: Path) -> Path:
     """Write `compare.csv` and `compare.html` into `folder`, and return the page's path.
 
     Raises:
-        TraceError: they cannot be written.
+        UserError: they cannot be written.
     """
     write_csv(folder / "compare.csv", compared.table)
     page = folder / "compare.html"

@@ -43,7 +43,7 @@ def write_summary(analysis: WindowAnalysis, choice: str, folder: Path) -> Path:
     """Write `summary.html` and the CSV files beside it into `folder`, and return the page's path.
 
     Raises:
-        TraceError: they cannot be written.
+        UserError: they cannot be written.
     """
     write_csv(folder / "summary.csv", analysis.summary)
     write_csv(folder / "audit.csv", analysis.audit)
