@@ -24,12 +24,13 @@ from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.live.machine import examine
 from ddp_lab.doctor.live.results import Live, flag_slow_pairs
 from ddp_lab.doctor.reading.inputs import Inputs, read_inputs
-from ddp_lab.doctor.reading.texts import InputError, to_text
+from ddp_lab.doctor.reading.texts import to_text
 from ddp_lab.doctor.reading.topology import find_topologies
 from ddp_lab.doctor.report import Report, to_json
 from ddp_lab.doctor.rulebook import rules_as_markdown
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import add_limit
 
 FOUND, UNEXPLAINED = 3, 4
@@ -111,7 +112,7 @@ def look_live(options: argparse.Namespace, inputs: Inputs) -> Live:
     if machine.topology:
         try:
             inputs.facts.topologies += find_topologies(to_text("nvidia-smi topo -m", machine.topology.encode()))
-        except InputError as error:
+        except UserError as error:
             inputs.problems.append(str(error))
     if "RANK" in os.environ:
         measure(options, live, inputs)
@@ -122,12 +123,12 @@ def look_live(options: argparse.Namespace, inputs: Inputs) -> Live:
 def measure(options: argparse.Namespace, live: Live, inputs: Inputs) -> None:
     import torch
 
-    from ddp_lab.doctor.live.measure import MeasureError, measure_pairs
+    from ddp_lab.doctor.live.measure import measure_pairs
 
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.device_count() > 1 else "cpu"
     live.backend = "NCCL" if device == "cuda" else "Gloo"
     try:
         with long_work("measuring every pair of ranks", shown=os.environ["RANK"] == "0"):
             live.pairs = measure_pairs(device, options.timeout)
-    except MeasureError as error:
+    except UserError as error:
         inputs.problems.append(str(error))

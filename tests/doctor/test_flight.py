@@ -10,7 +10,7 @@ import pytest
 from ddp_lab.doctor.comparison import compare
 from ddp_lab.doctor.reading.flight_recorder import read_dump
 from ddp_lab.doctor.reading.inputs import read_inputs
-from ddp_lab.doctor.reading.texts import InputError
+from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 
 DATA = Path(__file__).parents[1] / "data" / "doctor"
@@ -131,7 +131,7 @@ def test_dumps_of_torch_2_15_on_gloo() -> None:
     ],
 )
 def test_what_is_no_dump_is_one_line(content: Any, expected: str) -> None:
-    with pytest.raises(InputError) as error:
+    with pytest.raises(UserError) as error:
         read_dump("some.json", content)
     assert expected in str(error.value) and "\n" not in str(error.value)
 

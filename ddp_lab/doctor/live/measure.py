@@ -14,21 +14,18 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.doctor.live.results import SIZE_BYTES, Pair
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import host_barrier
 
 WARMUP, ITERATIONS = 2, 5
 JOIN_TIMEOUT_S = 120
 
 
-class MeasureError(Exception):
-    """A pair failed, did not end in time, or the ranks could not join; the message says which and why."""
-
-
 def measure_pairs(device: str, timeout_s: float) -> list[Pair]:
     """Every rank gets the whole list. Collective.
 
     Raises:
-        MeasureError: this rank got no answer within `timeout_s`, or lost another one.
+        UserError: the ranks could not join, or this rank got no answer within `timeout_s`; says in which pair.
     """
     own: dict[tuple[int, int], float] = {}
     where = "joins the others"
@@ -50,7 +47,7 @@ def measure_pairs(device: str, timeout_s: float) -> list[Pair]:
         dist.all_gather_object(gathered, (own, os.uname().nodename))
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
-        raise MeasureError(f"rank {os.environ['RANK']} {where}: {reason}") from None
+        raise UserError(f"rank {os.environ['RANK']} {where}: {reason}") from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -4,7 +4,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ddp_lab.doctor.reading.texts import InputError, count_of
+from ddp_lab.doctor.reading.texts import count_of
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import NOT_WHOLE, most_bytes, unpacked
 
 HEAD_BYTES = 8 * 2**20
@@ -49,7 +50,7 @@ def _bounded(file: BinaryIO, most: int | None) -> Content:
             chunk = read(_CHUNK)
         except NOT_WHOLE as error:
             if not total:
-                raise InputError(f"it cannot be unpacked: {error}") from None
+                raise UserError(f"it cannot be unpacked: {error}") from None
             problem = f"not whole: {error}"
             break
         if not chunk:

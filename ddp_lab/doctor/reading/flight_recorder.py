@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ddp_lab.doctor.reading.texts import InputError
+from ddp_lab.runtime.errors import UserError
 
 _RANKS = re.compile(r"(?:ranks )?\[?(\d{1,6}(?:-\d{1,6})?(?:, ?\d{1,6}(?:-\d{1,6})?)*)\]?(?: \(\d{1,4}\))?")
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
@@ -116,19 +116,19 @@ def read_dump(path: str, content: Any) -> Dump:
     """A dump from decoded JSON.
 
     Raises:
-        InputError: fields are missing or of another type, or the rank is neither in the file nor in its name.
+        UserError: fields are missing or of another type, or the rank is neither in the file nor in its name.
     """
     try:
         if "pg_config" in content or not isinstance(content.get("version"), int):
             return _from_torch(path, msgspec.convert(content, TorchDump))
         return _from_own(path, msgspec.convert(content, OwnDump))
     except msgspec.ValidationError as error:
-        raise InputError(f"{path}: not a flight-recorder dump of a layout that is known: {error}") from None
+        raise UserError(f"{path}: not a flight-recorder dump of a layout that is known: {error}") from None
 
 
 def _from_own(path: str, dump: OwnDump) -> Dump:
     if dump.version != 1:
-        raise InputError(f"{path}: version {dump.version} of the flight recorder's layout; this doctor reads version 1")
+        raise UserError(f"{path}: version {dump.version} of the flight recorder's layout; this doctor reads version 1")
     calls = [
         Call(e.group, e.seq, e.kind, f"{e.elements} x {e.dtype}", e.state == "completed", e.state, e.time_s)
         for e in dump.entries
@@ -142,7 +142,7 @@ def _from_torch(path: str, dump: TorchDump) -> Dump:
     name = _RANK_IN_NAME.findall(path.rsplit("/", 1)[-1])
     rank = dump.rank if dump.rank is not None else int(name[-1][0] or name[-1][1]) if name else None
     if rank is None:
-        raise InputError(f"{path}: torch's dump does not say its rank; put it into the file's name: rank_0.json")
+        raise UserError(f"{path}: torch's dump does not say its rank; put it into the file's name: rank_0.json")
     calls, members = [], {}
     for entry in dump.entries:
         group = entry.process_group[0] if entry.process_group else ""

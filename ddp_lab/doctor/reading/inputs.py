@@ -19,7 +19,7 @@ from ddp_lab.doctor.reading.content import Content, read_content
 from ddp_lab.doctor.reading.flight_recorder import is_dump, read_dump
 from ddp_lab.doctor.reading.inspector import read_inspector
 from ddp_lab.doctor.reading.ras import is_answer, read_answer
-from ddp_lab.doctor.reading.texts import InputError, Text, count_of, encoding_of, printable, to_text
+from ddp_lab.doctor.reading.texts import Text, count_of, encoding_of, printable, to_text
 from ddp_lab.doctor.reading.topology import find_topologies
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted
@@ -44,7 +44,7 @@ SKIPPED = (
 _OF_A_RUN = re.compile(r"(.*?)\.(?:rank_\d{1,6}\.flight|run)\.json")
 
 
-class ForeignFile(InputError):
+class ForeignFile(UserError):
     """A file of another kind. It gets a line if the user named it, but not if it only lies in a folder."""
 
 
@@ -118,11 +118,11 @@ def take(inputs: Inputs, name: str, file: BinaryIO, is_wanted: bool = True) -> N
     try:
         try:
             content = read_content(file)
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from None
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
         said = _read(inputs, name, content)
         inputs.looked_at.append(f"{name}: {said}{f'; {content.note}' if content.note else ''}")
-    except InputError as error:
+    except UserError as error:
         if is_wanted or not isinstance(error, ForeignFile):
             inputs.problems.append(str(error))
 
@@ -138,7 +138,7 @@ def _read(inputs: Inputs, name: str, content: Content) -> str:
     topologies = []
     try:
         topologies = find_topologies(text)
-    except InputError as error:
+    except UserError as error:
         inputs.problems.append(str(error))
     inputs.facts.topologies += topologies
     kinds = [f"topology of {count_of(len(topology.gpus), 'GPU')}" for topology in topologies]
@@ -159,7 +159,7 @@ def _refuse_binary(name: str, content: bytes) -> None:
     if start == b"PK":
         raise ForeignFile(f"{name}: a zip archive, or what torch.save has written; unpack logs first")
     if start in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-        raise InputError(
+        raise UserError(
             f"{name}: a pickle, which is not loaded because it can run code; use torchfrtrace for it, or have the "
             "flight recorder dump JSON (torch._C._distributed_c10d._dump_nccl_trace_json)"
         )
@@ -179,12 +179,12 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
         decoded = json.loads(content)
     except (ValueError, RecursionError):
         if name.endswith(".json"):
-            raise InputError(f"{name}: not whole JSON; was the file cut off?") from None
+            raise UserError(f"{name}: not whole JSON; was the file cut off?") from None
         return None
     if is_dump(decoded):
         dump = read_dump(name, decoded)
         if any(other.rank == dump.rank for other in inputs.facts.dumps):
-            raise InputError(f"{name}: another dump of rank {dump.rank} was read already; give the dumps of one run")
+            raise UserError(f"{name}: another dump of rank {dump.rank} was read already; give the dumps of one run")
         inputs.facts.dumps.append(dump)
         more = f" and {dump.point_to_point:,} sends and receives" if dump.point_to_point else ""
         return f"flight recorder of rank {dump.rank}, {count_of(len(dump.calls), 'collective')}{more}"
@@ -193,10 +193,7 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
         inputs.facts.answers.append(answer)
         return f"answer of NCCL's RAS on {count_of(len(answer.communicators), 'communicator')}"
     if isinstance(decoded, dict) and "run_id" in decoded and "choice" in decoded:
-        try:
-            run = fitted(decoded, RunEnd, name, "run record")
-        except UserError as error:
-            raise InputError(str(error)) from None
+        run = fitted(decoded, RunEnd, name, "run record")
         inputs.facts.runs.append((name, run))
         return f"record of run {printable(run.run_id)}, {printable(run.choice)}"
     raise ForeignFile(f"{name}: JSON, but neither a flight-recorder dump, a run record nor what NCCL writes")

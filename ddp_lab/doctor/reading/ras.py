@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import msgspec
 
 from ddp_lab.doctor.reading.flight_recorder import MOST_RANKS
-from ddp_lab.doctor.reading.texts import InputError, Line, count_of, printable
+from ddp_lab.doctor.reading.texts import Line, count_of, printable
+from ddp_lab.runtime.errors import UserError
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
 
@@ -64,12 +65,12 @@ def is_answer(content: Any) -> bool:
 def read_answer(path: str, content: Any) -> Answer:
     """
     Raises:
-        InputError: fields are missing or of another type.
+        UserError: fields are missing or of another type.
     """
     try:
         answer = msgspec.convert(content, Answer)
     except msgspec.ValidationError as error:
-        raise InputError(f"{path}: not an answer of ncclras in a layout that is known: {error}") from None
+        raise UserError(f"{path}: not an answer of ncclras in a layout that is known: {error}") from None
     answer.path = path
     return answer
 

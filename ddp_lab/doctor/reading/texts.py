@@ -36,10 +36,6 @@ _LAUNCHED = re.compile("(?>{0})*+({1}:? ?)?(?>{0})*+".format("|".join(LAUNCHERS)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]+")
 
 
-class InputError(Exception):
-    """A file that cannot be used. The message says in one line which file, where and why."""
-
-
 class Line(NamedTuple):
     """One line of a file. Numbers begin at 1, as in editors; 0 is the whole file. `before`: what a launcher wrote."""
 

@@ -8,7 +8,8 @@ import re
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from ddp_lab.doctor.reading.texts import InputError, Line, Text
+from ddp_lab.doctor.reading.texts import Line, Text
+from ddp_lab.runtime.errors import UserError
 
 DISTANCE = ["PIX", "PXB", "PHB", "NODE", "SYS"]
 """Nearest first: at most one PCIe bridge, several bridges, a host bridge (the CPU), several host bridges of one NUMA
@@ -61,7 +62,7 @@ def find_topologies(text: Text) -> list[Topology]:
     """All matrices in a text, which may have other lines as well.
 
     Raises:
-        InputError: a header without its rows, or a row that does not fit it.
+        UserError: a header without its rows, or a row that does not fit it.
     """
     found = []
     lines = text.lines
@@ -105,7 +106,7 @@ def _read_matrix(header: tuple[list[str], list[str]], line: Line, below: list[Li
         elif tokens and tokens[0] in devices and tokens[0] not in rows:
             links = tokens[1 : 1 + len(devices)]
             if len(links) < len(devices) or not all(_LINK.fullmatch(link) for link in links):
-                raise InputError(
+                raise UserError(
                     f"{other.place}: {tokens[0]} has no readable link to each of the {len(devices)} devices in line "
                     f"{line.number}; paste the whole output of nvidia-smi topo -m"
                 )
@@ -115,7 +116,7 @@ def _read_matrix(header: tuple[list[str], list[str]], line: Line, below: list[Li
                 numa[tokens[0]] = extras["NUMA Affinity"]
     missing = [device for device in devices if _GPU.fullmatch(device) and device not in rows]
     if missing:
-        raise InputError(
+        raise UserError(
             f"{line.place}: the header names {', '.join(missing[:4])}{' and more' if len(missing) > 4 else ''}, but no "
             "row of it follows; paste the whole output of nvidia-smi topo -m"
         )
