@@ -6,10 +6,14 @@ Those that differ only in numbers are one, with how often it is there, on which 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from ddp_lab.doctor.diagnosis import Finding
 from ddp_lab.doctor.facts import Facts
-from ddp_lab.doctor.meanings import Meaning, all_meanings
 from ddp_lab.doctor.reading.complaints import KINDS
 from ddp_lab.doctor.reading.texts import JOB_RANK, Line, ranks_in_words
 
@@ -18,6 +22,21 @@ _NUMBER = re.compile(
     r"(0x[0-9a-fA-F]+|\d+)",
     re.IGNORECASE,
 )
+
+
+class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a warning or an exit code means that is no fault, or not always one (`meanings.toml`). `pattern`: a regular
+    expression that its text has."""
+
+    pattern: str
+    says: str
+    source: str
+
+
+@cache
+def all_meanings() -> list[Meaning]:
+    content = Path(__file__).with_name("meanings.toml").read_bytes()
+    return msgspec.toml.decode(content, type=dict[Literal["meaning"], list[Meaning]])["meaning"]
 
 
 @dataclass

@@ -10,9 +10,8 @@ from ddp_lab.doctor.comparison import Divergence, compare
 from ddp_lab.doctor.live.machine import Machine
 from ddp_lab.doctor.reading.complaints import Said, read_complaints
 from ddp_lab.doctor.reading.flight_recorder import Dump
-from ddp_lab.doctor.reading.inspector import Timed
+from ddp_lab.doctor.reading.nccl_json import Answer, Timed
 from ddp_lab.doctor.reading.nccl_log import Process, read_processes
-from ddp_lab.doctor.reading.ras import Answer
 from ddp_lab.doctor.reading.stacks import Stack, read_stacks
 from ddp_lab.doctor.reading.texts import Line, Text
 from ddp_lab.doctor.reading.topology import Topology

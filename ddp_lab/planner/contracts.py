@@ -81,7 +81,7 @@ class CollectiveCosts(Protocol):
         """Cost of one collective among `ranks` (numbers in the whole world).
 
         Args:
-            kind: One of `ddp_lab.planner.costs.volumes.KINDS`.
+            kind: One of `ddp_lab.planner.costs.links.KINDS`.
             payload_bytes: As `ddp_lab.strategy.accounting.Collective` counts them.
         """
         ...

@@ -7,12 +7,12 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ddp_lab.planner.accumulated import simulate_step
 from ddp_lab.planner.choices import entrypoint_of, families_of
-from ddp_lab.planner.contracts import Costs, Setting, Simulated
+from ddp_lab.planner.contracts import Costs, MemoryCurve, Setting, Simulated
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.models import Model
 from ddp_lab.planner.rates import Price
+from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.config import RunConfig, labelled
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
@@ -20,6 +20,9 @@ from ddp_lab.runtime.mesh import Mesh
 GIB = 2**30
 CONTEXT_BYTES = {"cuda": GIB, "cpu": 0}
 """What a device holds besides tensors: CUDA's context, kernels, workspaces and NCCL's channels; assumed."""
+FEW = (2, 3)
+"""Micro-batches of the steps that are simulated instead of one of many: from the second on, each takes what the one
+before took."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,43 @@ Simulate = Callable[[Sequence[Task]], Iterator[Outcome]]
 """Gives the outcome of each task, in their order."""
 
 # Simulating -----------------------------------------------------------------------------------------------------------
+
+
+def simulate_step(setting: Setting, cluster: Cluster, costs: Costs) -> Simulated:
+    """As `simulate`. Times grow by the same for each micro-batch, and memory by its data (a test holds that to the step
+    itself). Not so with a pipeline, which is simulated as it is.
+
+    Raises:
+        CannotSimulate, UserError: as `simulate`.
+    """
+    config = setting.config
+    if config.grad_accum_steps <= sum(FEW) or config.has_stages:
+        return simulate(setting, cluster, costs)
+    fewer, more = (simulate(part_of(setting, count), cluster, costs) for count in FEW)
+    further = config.grad_accum_steps - FEW[1]
+
+    def grown(before: float, after: float) -> float:
+        return after + further * (after - before)
+
+    rest, peak = dict(more.memory.at_rest), dict(more.memory.at_peak)
+    data = {name: int(further * (rest[name] - fewer.memory.at_rest.get(name, 0))) for name in rest}
+    at_rest, at_peak = ({name: held.get(name, 0) + data.get(name, 0) for name in held | data} for held in (rest, peak))
+    return replace(
+        more,
+        memory=MemoryCurve(at_rest, at_peak),
+        step_time_s=grown(fewer.step_time_s, more.step_time_s),
+        compute_s=grown(fewer.compute_s, more.compute_s),
+        communication_s=grown(fewer.communication_s, more.communication_s),
+        exposed_s=grown(fewer.exposed_s, more.exposed_s),
+    )
+
+
+def part_of(setting: Setting, count: int) -> Setting:
+    """A step of so many of its micro-batches."""
+    config = setting.config
+    samples = config.global_batch_size // config.grad_accum_steps * count
+    few = config.but(global_batch_size=samples, grad_accum_steps=count)
+    return replace(setting, config=few, make_micro_batches=lambda: setting.make_micro_batches()[:count])
 
 
 def outcome(case: Case, choice: str) -> Outcome:

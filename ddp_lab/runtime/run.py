@@ -37,14 +37,13 @@ from ddp_lab.runtime.process.stop_request import stop_requests
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.runtime.profiling.profiler import WindowProfiler
 from ddp_lab.runtime.records.flops import model_flops
-from ddp_lab.runtime.records.leave import leave_config, leave_record, leave_stopped
 from ddp_lab.runtime.records.metrics import step_metrics
-from ddp_lab.runtime.records.progress import start_line, training_progress
+from ddp_lab.runtime.records.progress import leave_config, leave_record, leave_stopped, start_line, training_progress
 from ddp_lab.runtime.records.record import gather_memory, make_run_id, make_trace_folder, package_versions
 from ddp_lab.runtime.records.run_so_far import RunSoFar, Setup
 from ddp_lab.runtime.schedule import learning_rates
-from ddp_lab.runtime.watch.names import RankNames
 from ddp_lab.runtime.watch.phases import between_steps, start_so_far
+from ddp_lab.runtime.watch.rank_state import RankNames
 from ddp_lab.runtime.watch.watcher import watched
 from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.batches import StepData

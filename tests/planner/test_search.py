@@ -11,11 +11,10 @@ import pytest
 
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models
-from ddp_lab.planner.accumulated import simulate_step
 from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.plan import Case, Outcome, Task
+from ddp_lab.planner.plan import Case, Outcome, Task, simulate_step
 from ddp_lab.planner.report.findings import best_and_front
 from ddp_lab.planner.report.table import row
 from ddp_lab.planner.search import Found, Search, roots

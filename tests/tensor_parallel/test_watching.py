@@ -7,7 +7,7 @@ from ddp_lab.runtime.errors import SequenceError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.runtime.watch.cause import RankReport, first_cause
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
-from ddp_lab.runtime.watch.names import RankNames
+from ddp_lab.runtime.watch.rank_state import RankNames
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 from ddp_lab.strategy.communication.agreement import StepAgreement
 from tests.ranks import RankPool

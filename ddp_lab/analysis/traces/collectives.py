@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.traces import composed
 from ddp_lab.analysis.traces.gloo_operators import (
+    COMPOSED,
     OPERATORS,
+    composed_of,
     dtype_of,
     payload_elements,
     scatter_root,
@@ -83,7 +84,7 @@ def only_group(info: dict[str, Any]) -> str:
 
 
 def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBODY) -> tuple[pd.DataFrame, list[str]]:
-    """The columns of `COLUMNS`; a row for each `c10d::` call, or for all that are one collective (`composed`). And a
+    """The columns of `COLUMNS`; a row for each `c10d::` call, or for all that are one collective (`composed_of`). And a
     sentence if a span is missing from between others.
 
     A call belongs to the first span of its name and size that began after it and that no earlier call has taken. The
@@ -102,7 +103,7 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
     sizes = {name: len(ranks_of(name, world_size)) for name in set(groups)}
     spans = _spans(events, calls, groups, {name: size or world_size for name, size in sizes.items()})
     dtypes = _dtypes(calls, [ranks_of(name, world_size) for name in groups], spans)
-    events_around = calls_by_thread(events, composed.PREFIX)
+    events_around = calls_by_thread(events, COMPOSED)
     wholes: dict[Any, tuple[str, list[dict[str, Any]]]] = {}
     for call, name, taken, dtype in zip(calls, groups, spans, dtypes, strict=True):
         if taken:
@@ -119,7 +120,7 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
                 ("around", around.Index) if around else call.Index, (around.name if around else "", [])
             )
             whole[1].append(dict(zip(COLUMNS, row, strict=True)))
-    rows = [row for event, parts in wholes.values() for row in composed.one_of(event, parts)]
+    rows = [row for event, parts in wholes.values() for row in composed_of(event, parts)]
     return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES), _lost(calls, groups, spans)
 
 

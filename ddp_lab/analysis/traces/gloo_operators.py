@@ -1,5 +1,8 @@
-"""What each `c10d::` operator on a calling thread is, and how it looks on a Gloo thread."""
+"""What each `c10d::` operator on a calling thread is, and how it looks on a Gloo thread. And collectives that are made
+of others: over Gloo, of a scatter or a broadcast from each rank.
+"""
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -125,3 +128,39 @@ def _shapes(entry: Any) -> Iterator[list[int]]:
             yield from _shapes(part)
     elif all(type(size) is int and size >= 0 for size in entry):
         yield entry
+
+
+COMPOSED = "composed "
+"""The run leaves an event around the parts, `composed reduce_scatter of 2 scatters` (`composed` in
+`ddp_lab.strategy.communication.collectives`)."""
+COMPOSED_NAME = re.compile(
+    COMPOSED + r"(?P<kind>all_gather|reduce_scatter) of (?P<parts>(?P<count>\d{1,6}) (?:scatter|broadcast)s?)"
+)
+ROOT = re.compile(r"(?:, root \d+| root \d+).*")
+"""What the group of one root has behind the name of the group of which it was made."""
+
+
+def composed_of(name: str, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The collective in the place of its `parts`, rows in order of issue; none if one of these is missing.
+
+    It runs from the start of the first to the end of the last, and its payload is the whole tensor: the sum of what is
+    broadcast, and what each root scatters.
+    """
+    match = COMPOSED_NAME.fullmatch(name)
+    if not match:
+        return parts
+    if len(parts) != int(match["count"]):
+        return []
+    first, sizes = parts[0], [part["bytes"] for part in parts]
+    return [
+        first
+        | {
+            "kind": match["kind"],
+            "made_of": match["parts"],
+            "start": min(part["start"] for part in parts),
+            "end": max(part["end"] for part in parts),
+            "bytes": sum(sizes) if match["kind"] == "all_gather" else max(sizes),
+            "group": ROOT.sub("", first["group"]),
+            "dtype": next((part["dtype"] for part in parts if part["dtype"]), ""),
+        }
+    ]

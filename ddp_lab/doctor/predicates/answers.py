@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from ddp_lab.doctor.facts import Facts, Match
-from ddp_lab.doctor.reading import ras
+from ddp_lab.doctor.reading import nccl_json
 from ddp_lab.doctor.reading.texts import Line, printable
 
 FEWEST, MOSTLY, LONGER = 10, 0.8, 1.5
@@ -14,14 +14,14 @@ the others are. All ranks leave an all-reduce together, so the one in it for the
 
 
 def ras_process_gone(facts: Facts) -> Match | None:
-    return _of_ras(facts, ras.gone)
+    return _of_ras(facts, nccl_json.gone)
 
 
 def ras_counts_differ(facts: Facts) -> Match | None:
-    return _of_ras(facts, ras.unequal)
+    return _of_ras(facts, nccl_json.unequal)
 
 
-def _of_ras(facts: Facts, lines_of: Callable[[ras.Answer], Iterator[Line]]) -> Match | None:
+def _of_ras(facts: Facts, lines_of: Callable[[nccl_json.Answer], Iterator[Line]]) -> Match | None:
     lines = [line for answer in facts.answers for line in lines_of(answer)]
     return Match(lines) if lines else None
 

@@ -17,8 +17,7 @@ from ddp_lab.analysis.layout import RunEnd
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.content import Content, read_content
 from ddp_lab.doctor.reading.flight_recorder import is_dump, read_dump
-from ddp_lab.doctor.reading.inspector import read_inspector
-from ddp_lab.doctor.reading.ras import is_answer, read_answer
+from ddp_lab.doctor.reading.nccl_json import is_answer, read_answer, read_inspector
 from ddp_lab.doctor.reading.texts import Text, count_of, encoding_of, printable, to_text
 from ddp_lab.doctor.reading.topology import find_topologies
 from ddp_lab.runtime.errors import UserError

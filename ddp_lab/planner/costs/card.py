@@ -19,9 +19,8 @@ from ddp_lab.planner.costs.access import CAUSAL, SCATTERED
 from ddp_lab.planner.costs.cluster import EFFICIENT, FULL_HEAD
 from ddp_lab.planner.costs.entries import found
 from ddp_lab.planner.costs.kernels import SIZES, Run, Sizes, attention, calls_of, on_memory, products, seconds_of
-from ddp_lab.planner.costs.links import BASE_S, LOW_LATENCY
+from ddp_lab.planner.costs.links import BASE_S, LOW_LATENCY, volume
 from ddp_lab.planner.costs.timing import TrainingStep
-from ddp_lab.planner.costs.volumes import volume
 from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.records.record import device_name

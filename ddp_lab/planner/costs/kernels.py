@@ -11,8 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs.access import CONTIGUOUS, DERIVATIVE, OPTIMIZER, ROWS, SCATTERED
-from ddp_lab.planner.costs.timing import Operators
-from ddp_lab.runtime.profiling.stopwatch import Stopwatch
+from ddp_lab.planner.costs.timing import Operators, seconds_on
 
 aten = torch.ops.aten
 Run = Callable[[], object]
@@ -44,13 +43,9 @@ SIZES = {
 
 def seconds_of(run: Run, device: torch.device, round_s: float, count: int | None = None) -> float:
     """What a call takes on the device. `count`: calls in a round; None: as many as take `round_s`."""
-    stopwatch = Stopwatch(device)
 
     def timed(calls: int) -> float:
-        begin = stopwatch.mark()
-        for _ in range(calls):
-            run()
-        return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1]
+        return seconds_on(device, lambda: [run() for _ in range(calls)])
 
     timed(1)  # allocates, and chooses kernels
     calls = count or max(1, min(200, int(round_s / timed(1))))

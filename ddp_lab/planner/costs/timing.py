@@ -11,6 +11,7 @@ Each operator gets an equal part of it, so that the times of a record add up to 
 
 import datetime
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
@@ -26,7 +27,6 @@ from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.calls import is_compute, operator_call
 from ddp_lab.planner.costs.record import SCHEMA_VERSION, key_of
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.profiling.stopwatch import Stopwatch
 from ddp_lab.runtime.records.record import device_name, package_versions
 from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.precision import autocast
@@ -35,6 +35,20 @@ MARK = "planner operator "
 WARM_UP = 2
 """Steps before the first that counts. The first makes optimizer states."""
 Step = Callable[[], object]
+
+
+def seconds_on(device: torch.device, work: Step) -> float:
+    """What `work` takes: on CUDA from one event in the current stream to another, elsewhere by the host's clock."""
+    if device.type != "cuda":
+        begin_s = time.perf_counter()
+        work()
+        return time.perf_counter() - begin_s
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 @dataclass(frozen=True)
@@ -120,15 +134,12 @@ def measure_step(step: Step, device: torch.device, repeats: int) -> tuple[list[d
     Raises:
         UserError: the operators are not the same every time.
     """
-    stopwatch = Stopwatch(device)
     for _ in range(WARM_UP):
         step()
     plain, passes = [], []
     for _ in range(repeats):
         step()  # after the profiler, whose notes are in the caches and between freed tensors
-        begin = stopwatch.mark()
-        step()
-        plain.append(stopwatch.seconds_since_first([begin, stopwatch.mark()])[1])
+        plain.append(seconds_on(device, step))
         passes.append(operator_seconds(step, device))
     calls = passes[0][0]
     if any(other != calls for other, _ in passes):

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ddp_lab.planner.contracts import CollectiveCosts
+from ddp_lab.planner.contracts import CollectiveCosts, OperatorCall
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.simulation.clock import Flight
 from ddp_lab.planner.simulation.streams import Streams
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.loop import Unwatched
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -38,6 +39,23 @@ class Issued:
     ranks: tuple[int, ...]
     backend: str
     flight: Flight
+
+
+class StepObserver(Unwatched):
+    """Keeps the operators and collectives of a step. The training loop has it in a profiler's place.
+
+    Attributes:
+        issued: Collectives that the step has issued.
+        computed: Operators, each with its phase, start and end.
+    """
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """The step that counts begins."""
+        self.issued: list[Issued] = []
+        self.computed: list[tuple[OperatorCall, str, float, float]] = []
 
 
 @dataclass(frozen=True)

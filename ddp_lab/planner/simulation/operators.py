@@ -33,8 +33,7 @@ from ddp_lab.planner.costs.calls import operator_call, tensors_in, touches_data
 from ddp_lab.planner.costs.cluster import Host
 from ddp_lab.planner.simulation.clock import Clock, Flight
 from ddp_lab.planner.simulation.memory import MemoryTracker
-from ddp_lab.planner.simulation.network import CannotSimulate, holds_data
-from ddp_lab.planner.simulation.observer import StepObserver
+from ddp_lab.planner.simulation.network import CannotSimulate, StepObserver, holds_data
 from ddp_lab.planner.simulation.repeated import Known, Maker, key_of, known, namespace_of, pattern_of
 
 aten = torch.ops.aten

@@ -17,15 +17,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ddp_lab.planner.contracts import MODEL_STATES, Costs, Setting, Simulated
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster
-from ddp_lab.planner.costs.links import LinkCosts
-from ddp_lab.planner.costs.volumes import MESSAGE
+from ddp_lab.planner.costs.links import MESSAGE, LinkCosts
 from ddp_lab.planner.models import first_line
 from ddp_lab.planner.simulation.clock import Clock
 from ddp_lab.planner.simulation.experts import evenly_routed
 from ddp_lab.planner.simulation.memory import HOST, MemoryTracker
 from ddp_lab.planner.simulation.meshed import Forms, groups_of, load, on_mesh, pipeline_of, speaker
-from ddp_lab.planner.simulation.network import CannotSimulate, Issued, Network
-from ddp_lab.planner.simulation.observer import StepObserver
+from ddp_lab.planner.simulation.network import CannotSimulate, Issued, Network, StepObserver
 from ddp_lab.planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
 from ddp_lab.planner.simulation.process_group import pretended_world
 from ddp_lab.planner.simulation.side_by_side import side_by_side

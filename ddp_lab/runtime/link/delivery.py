@@ -2,12 +2,13 @@
 
 import ctypes
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import BoundedSemaphore, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,38 @@ from torch import Tensor
 
 from ddp_lab.runtime.link.ledger import SLOTS, Ledger
 from ddp_lab.runtime.link.schedule import Schedule
-from ddp_lab.runtime.link.spans import as_operator
 
 PR_SET_TIMERSLACK = 29
 ENDING_S = 1.0
 """How long the end of a group waits for its last deliveries."""
+Result = TypeVar("Result")
+NAMESPACE = "paced"
+OPERATORS = {
+    **dict.fromkeys(
+        ("all_reduce", "all_gather", "broadcast", "scatter", "gather", "all_to_all", "barrier", "send", "recv"),
+        "Tensor? shown",
+    ),
+    "_reduce_scatter_base_": "Tensor output, Tensor whole",
+}
+"""Name and arguments of operators that do what Python tells them to, so that a profile shows them, with shapes, on any
+thread. `record_function` shows no shapes, and on threads that torch has not started it needs a profile of all threads
+(`profile_all_threads`), as these do."""
+_doing = threading.local()
+_library = torch.library.Library(NAMESPACE, "DEF")
+for _name, _arguments in OPERATORS.items():
+    _library.define(f"{_name}({_arguments}) -> ()")
+    _library.impl(_name, lambda *_: _doing.now(), "CompositeExplicitAutograd")
+
+
+def as_operator(name: str, tensors: tuple[Tensor | None, ...], do: Callable[[], Result]) -> Result:
+    """What `do` returns, called within the operator `paced::<name>` of these tensors."""
+    results: list[Result] = []
+    _doing.now = lambda: results.append(do())
+    try:
+        getattr(getattr(torch.ops, NAMESPACE), name)(*tensors)
+    finally:
+        del _doing.now  # it holds tensors
+    return results[0]
 
 
 @dataclass(frozen=True)
@@ -27,7 +55,7 @@ class Parcel:
     """A collective, or one end of a message, that Gloo is moving.
 
     Attributes:
-        kind: The operator of `spans` that a trace shows until it is delivered.
+        kind: One of `OPERATORS`, which a trace shows until it is delivered.
         shown: The tensor whose shape its span shows, if any.
         moved: Gloo's future, or its work where it has no future.
         due: When the links will have delivered it, as `time.monotonic`; asked once Gloo has moved the data.

@@ -29,11 +29,10 @@ from torch._C._distributed_c10d import (
 
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link import schedule
-from ddp_lab.runtime.link.delivery import Delivery
+from ddp_lab.runtime.link.delivery import Delivery, as_operator
 from ddp_lab.runtime.link.ledger import Ledger
 from ddp_lab.runtime.link.registers import forget
 from ddp_lab.runtime.link.schedule import Schedule
-from ddp_lab.runtime.link.spans import as_operator
 
 
 class PacedGroup(dist.ProcessGroup):

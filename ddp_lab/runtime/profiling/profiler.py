@@ -77,7 +77,7 @@ class WindowProfiler:
             on_trace_ready=self._on_window_end,
             record_shapes=True,
             profile_memory=True,
-            # On paced links other threads than the training thread run `paced::` operators (runtime/link/spans.py).
+            # On paced links other threads than the training thread run `paced::` operators (runtime/link/delivery.py).
             experimental_config=_ExperimentalConfig(profile_all_threads=config.link != NONE),
         )
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from ddp_lab.runtime.watch.exit_reason import ExitReason
 from ddp_lab.runtime.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
-from ddp_lab.runtime.watch.names import NUMBERS, RankNames
-from ddp_lab.runtime.watch.rank_state import ON_DEVICE, QUEUED, STARTED, Entry, RankState
+from ddp_lab.runtime.watch.rank_state import NUMBERS, ON_DEVICE, QUEUED, STARTED, Entry, RankNames, RankState
 
 COMPLETED, STOPPED, FAILED, KILLED = "completed", "stopped", "failed", "killed"
 HUNG, MISMATCHED, INTERRUPTED, LOST = "hung", "mismatched", "interrupted", "lost"

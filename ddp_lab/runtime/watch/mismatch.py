@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ddp_lab.runtime.watch.names import NUMBERS, RankNames
-from ddp_lab.runtime.watch.rank_state import Entry, RankState
+from ddp_lab.runtime.watch.rank_state import NUMBERS, Entry, RankNames, RankState
 
 MESSAGES = frozenset(("send", "recv"))
 """Kinds in which one rank does what another does not."""

@@ -16,8 +16,8 @@ from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.watch.cause import RankReport
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.mismatch import Mismatch, find_deadlock, find_difference
-from ddp_lab.runtime.watch.names import RankNames
 from ddp_lab.runtime.watch.processes import is_stopped, node_name
+from ddp_lab.runtime.watch.rank_state import RankNames
 
 SETTLE_S = 2.5
 """How long the ranks have to say why they end."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.watch.phases import LOOP
 
 ON_DEVICE = QUEUED, STARTED, COMPLETED = ("queued", "started", "completed")
@@ -86,3 +87,17 @@ class RankState:
 
     def __str__(self) -> str:
         return f"{self.when}, {self.collective}" if self.collective else self.when
+
+
+@dataclass(frozen=True)
+class RankNames:
+    """Ranks in messages: their numbers, on a mesh with their places: `1, 3`, or `1 (dp 0, tp 1), 3 (dp 1, tp 1)`."""
+
+    mesh: Mesh | None = None
+
+    def __call__(self, *ranks: int) -> str:
+        return ", ".join(f"{rank} ({self.mesh.describe(rank)})" if self.mesh else str(rank) for rank in ranks)
+
+
+NUMBERS = RankNames()
+"""Numbers alone."""

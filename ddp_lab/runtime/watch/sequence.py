@@ -33,9 +33,9 @@ from ddp_lab.runtime.link.delivery import PacedWork
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.group_marks import RecordFunction, mark_name
 from ddp_lab.runtime.watch.mismatch import ADVICE, UNEVEN, find_difference
-from ddp_lab.runtime.watch.names import NUMBERS, RankNames
 from ddp_lab.runtime.watch.on_device import DeviceCollectives, only_orders_streams
 from ddp_lab.runtime.watch.phases import current_step, waited, waiting
+from ddp_lab.runtime.watch.rank_state import NUMBERS, RankNames
 from ddp_lab.strategy.communication.observer import observe
 from ddp_lab.strategy.gradient_watch import GradientWatch
 

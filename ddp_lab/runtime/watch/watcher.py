@@ -23,12 +23,11 @@ from ddp_lab.runtime.watch.cause import Ending, RankReport, first_cause
 from ddp_lab.runtime.watch.exit_reason import ExitReason, text_of
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.mismatch import Mismatch
-from ddp_lab.runtime.watch.names import NUMBERS, RankNames
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
 from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers
 from ddp_lab.runtime.watch.phases import record_phases_in
 from ddp_lab.runtime.watch.processes import SignalReceiver, kills_for_memory
-from ddp_lab.runtime.watch.rank_state import Entry, RankState
+from ddp_lab.runtime.watch.rank_state import NUMBERS, Entry, RankNames, RankState
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 
 LOOK_EVERY_S = 0.25

@@ -120,7 +120,7 @@ def side_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
 
 
 def composed(kind: str, part: str, ranks: int) -> str:
-    """The event in a trace around the calls that are one collective (`ddp_lab.analysis.traces.composed`)."""
+    """The event in a trace around the calls that are one collective (`ddp_lab.analysis.traces.gloo_operators`)."""
     return f"composed {kind} of {parts_of(part, ranks)}"
 
 

@@ -12,14 +12,13 @@ import torch
 
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models
-from ddp_lab.planner.accumulated import simulate_step
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import card, hardware
 from ddp_lab.planner.costs.access import CAUSAL
 from ddp_lab.planner.costs.entries import Entry, filled, table
 from ddp_lab.planner.costs.kernels import SIZES, Sizes, attention, calls_of, on_memory
 from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.plan import Case
+from ddp_lab.planner.plan import Case, simulate_step
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster, Link
-from ddp_lab.planner.costs.links import BASE_S, LinkCosts
-from ddp_lab.planner.costs.volumes import KINDS
+from ddp_lab.planner.costs.links import BASE_S, KINDS, LinkCosts
 from tests.tables import each_row
 
 SLOW, FAST = Link("slow", 1e-4, 1e8), Link("fast", 1e-6, 1e11)

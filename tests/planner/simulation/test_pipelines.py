@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_lab.planner.contracts import CollectiveCost, Costs, OperatorCall, Simulated
-from ddp_lab.planner.costs.volumes import MESSAGE
+from ddp_lab.planner.costs.links import MESSAGE
 from ddp_lab.planner.simulation.meshed import pipeline_of
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.mesh import Mesh

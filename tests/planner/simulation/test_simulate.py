@@ -21,8 +21,7 @@ from ddp_lab.planner.costs.cluster import Cluster, Device, Link
 from ddp_lab.planner.costs.links import LinkCosts
 from ddp_lab.planner.simulation import operators
 from ddp_lab.planner.simulation.memory import CUDA_BLOCK
-from ddp_lab.planner.simulation.network import CannotSimulate
-from ddp_lab.planner.simulation.observer import StepObserver
+from ddp_lab.planner.simulation.network import CannotSimulate, StepObserver
 from ddp_lab.planner.simulation.simulate import Simulation, adamw, host_of, simulate
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError

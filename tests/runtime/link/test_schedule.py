@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.planner.costs.volumes import volume
+from ddp_lab.planner.costs.links import volume
 from ddp_lab.runtime.link import schedule
 from ddp_lab.runtime.link.schedule import Ring
 from tests.tables import each_row

@@ -1,9 +1,14 @@
-"""Sections of the summary page on exposed communication: how long, which rank was late, and which calls."""
+"""Sections of the summary page on exposed communication: how long, which rank was late, which calls, and
+along which dimension of the mesh."""
+
+from collections.abc import Iterable
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import BUCKET_COLUMNS, EXPOSURE_COLUMNS, Column
+from ddp_lab.analysis.columns import BUCKET_COLUMNS, DIMENSION_COLUMNS, EXPOSURE_COLUMNS, Column
+from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.buckets import MOST_PLACES, buckets
+from ddp_lab.analysis.metrics.dimensions import mean_by_dimension
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.stragglers import by_rank, has_stages, stragglers, verdict
 from ddp_lab.analysis.report.figures.ranks import ranks_figure
@@ -96,3 +101,18 @@ def bucket_section(rows: pd.DataFrame) -> Section:
         folded=True,
         table=table("places", shown, BUCKET_COLUMNS),
     )
+
+
+def mesh_section(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int]) -> list[Section]:
+    """None without a mesh. The table has the rows of `ranks`."""
+    if mesh is None or exposure.dimensions.empty:
+        return []
+    mean = mean_by_dimension(exposure.dimensions)
+    shown = mean[mean["rank"].isin(list(ranks))]
+    degrees = " x ".join(f"{degree} {name}" for name, degree in mesh.items())
+    text = (
+        f"The mesh is {degrees}. Means over the analysed steps; dimensions.csv has every step. Exposed counts each "
+        "moment once, for the collective that was issued first, or the message for which a pipeline waits; exposed "
+        "while running counts a moment for every dimension that communicates in it."
+    )
+    return [Section("Dimensions of the mesh", text, table=table("dimensions", shown, DIMENSION_COLUMNS))]

@@ -18,9 +18,8 @@ from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
 from ddp_lab.analysis.report.figures.memory import MOST_PANELS, memory_figure, memory_timeline_figure
 from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
 from ddp_lab.analysis.report.pages.experts import experts_section
-from ddp_lab.analysis.report.pages.exposure import exposure_sections
+from ddp_lab.analysis.report.pages.exposure import exposure_sections, mesh_section
 from ddp_lab.analysis.report.pages.heads import labels
-from ddp_lab.analysis.report.pages.mesh import mesh_section
 from ddp_lab.analysis.report.pages.pipeline import pipeline_section
 from ddp_lab.analysis.report.pages.ranks import abridged, ranks_section, representatives
 from ddp_lab.analysis.report.pages.tables import audit_table, collectives_table, memory_table

@@ -1,12 +1,17 @@
-"""What NCCL's RAS answers as JSON (`ncclras -f json`, NCCL 2.28.7 and newer).
+"""What NCCL writes as JSON: answers of its RAS, and the collectives that its Inspector has timed.
 
-The layout is that of `rasDumpCommsToJSON` in `src/ras/client_support.cc` of https://github.com/NVIDIA/nccl (read at
-2.30.7). The same answer as text is read by patterns of rules.
+RAS (`ncclras -f json`, NCCL 2.28.7 and newer): the layout is that of `rasDumpCommsToJSON` in
+`src/ras/client_support.cc` of https://github.com/NVIDIA/nccl (read at 2.30.7). The same answer as text is read by
+patterns of rules.
+
+Inspector: a line for each collective that a rank has completed. The layout is that of
+`plugins/profiler/inspector/inspector_json.cc`, v4.0 (in `ext-profiler/inspector` before NCCL 2.29.7). A process writes
+`<host>-pid<PID>.log`. It has no collective that has not ended, nor those under 8 KiB by default.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -96,3 +101,53 @@ def unequal(answer: Answer) -> Iterator[Line]:
                 others = f"the others up to {max(ranks_at):,}"
                 said = f"{who} has launched {least:,} {printable(kind)}, {others}".replace("ranks has", "ranks have")
                 yield Line(answer.path, 0, f"communicator {printable(group.hash)} of {group.size}: {said}")
+
+
+class Header(msgspec.Struct):
+    id: str
+    rank: Rank
+
+
+class Collective(msgspec.Struct):
+    """`coll_sn` counts the collectives of a kind in the communicator."""
+
+    coll: str
+    coll_sn: int
+    coll_exec_time_us: int
+
+
+class Entry(msgspec.Struct):
+    """`metadata` and one of the other two, or it is another file."""
+
+    header: Header
+    metadata: msgspec.Raw
+    coll_perf: Collective | None = None
+    p2p_perf: msgspec.Raw | None = None
+
+
+class Timed(NamedTuple):
+    """A collective on one rank: `us` from the start of its first kernel to the end of its last."""
+
+    path: str
+    communicator: str
+    rank: int
+    kind: str
+    number: int
+    us: int
+
+
+def read_inspector(path: str, content: bytes) -> list[Timed] | None:
+    """The collectives in a file; None if its first line is not the Inspector's. Lines that are cut off are left out."""
+    found: list[Timed] = []
+    decoder = msgspec.json.Decoder(Entry)
+    for number, line in enumerate(content.splitlines()):
+        try:
+            entry = decoder.decode(line)
+        except (msgspec.DecodeError, RecursionError):
+            entry = None
+        if number == 0 and (entry is None or (entry.coll_perf is None and entry.p2p_perf is None)):
+            return None
+        if entry is not None and (one := entry.coll_perf) is not None:
+            header = entry.header
+            found.append(Timed(path, header.id, header.rank, one.coll, one.coll_sn, one.coll_exec_time_us))
+    return found
