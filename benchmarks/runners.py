@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.variants import BARE_LOOP, PLAIN, RUNTIME
 from ddp_lab.runtime.build import Parallelize, build_strategy, cut_over_ranks, seed_everything
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data.copies import to_device
+from ddp_lab.runtime.data.batches import to_device
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks

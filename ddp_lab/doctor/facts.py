@@ -12,10 +12,10 @@ from ddp_lab.doctor.reading.complaints import Said, read_complaints
 from ddp_lab.doctor.reading.flight_recorder import Dump
 from ddp_lab.doctor.reading.nccl_json import Answer, Timed
 from ddp_lab.doctor.reading.nccl_log import Process, read_processes
-from ddp_lab.doctor.reading.stacks import Stack, read_stacks
+from ddp_lab.doctor.reading.stacks import Stack, stacks_in
 from ddp_lab.doctor.reading.texts import Line, Text
 from ddp_lab.doctor.reading.topology import Topology
-from ddp_lab.doctor.reading.watchdog import HANG, GaveUp, Status, Timeout, read_gave_up, read_statuses, read_timeouts
+from ddp_lab.doctor.reading.watchdog import HANG, GaveUp, Status, Timeout, read_gave_up, read_timeouts, statuses_in
 
 _VIRTUAL = re.compile(
     r"Hypervisor detected|Virtualization: +\S|Hypervisor vendor: +\S"
@@ -98,7 +98,7 @@ class Facts:
 
     @cached_property
     def statuses(self) -> list[Status]:
-        return read_statuses(self.texts)
+        return [status for text in self.texts for _, status in statuses_in(text)]
 
     @cached_property
     def gave_up(self) -> list[GaveUp]:
@@ -106,7 +106,7 @@ class Facts:
 
     @cached_property
     def stacks(self) -> list[Stack]:
-        return read_stacks(self.texts)
+        return [stack for text in self.texts for stack in stacks_in(text)]
 
     @cached_property
     def hangs(self) -> list[Line]:

@@ -30,7 +30,7 @@ import tensor_parallel
 from ddp_lab.gpu_check.host_waits import HostWaits
 from ddp_lab.gpu_check.parts import STAGES, pipelines
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data import copies
+from ddp_lab.runtime.data import batches as own_batches
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
 from ddp_lab.runtime.loop import Unwatched, train
@@ -107,7 +107,7 @@ def steps_of(name: str, ranks: Ranks, count: int, micro_batches: int = 1) -> Ite
         )
         for step in range(count)
     )
-    return copies.copied_ahead(plain, ranks.device)
+    return own_batches.copied_ahead(plain, ranks.device)
 
 
 def backend(names: list[str], ranks: Ranks) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def trained_alone(model: str, ranks: Ranks) -> dict[str, Tensor]:
     oracle = build(model).to(ranks.device)
     optimizer = make_optimizer(oracle.parameters())
     for step in range(STEPS):
-        batches = [copies.to_device(batch_of(model, step, rank), ranks.device) for rank in range(ranks.world_size)]
+        batches = [own_batches.to_device(batch_of(model, step, rank), ranks.device) for rank in range(ranks.world_size)]
         optimizer.zero_grad()
         oracle(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}).loss.backward()
         optimizer.step()
@@ -187,7 +187,7 @@ def race(names: list[str], ranks: Ranks) -> dict[str, Any]:
             time.sleep(1e-4)
         return step
 
-    with mock.patch.object(copies, "received", unordered):
+    with mock.patch.object(own_batches, "received", unordered):
         return steps(names, ranks)
 
 

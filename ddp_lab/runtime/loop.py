@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ddp_lab.runtime.data.copies import to_device
-from ddp_lab.runtime.data.sampling import evaluation_batches
+from ddp_lab.runtime.data.batches import evaluation_batches, to_device
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.watch.phases import begin_step, host_time, phase, waiting
 from ddp_lab.strategy.batches import StepData, sample_count

@@ -76,7 +76,7 @@ def check(
     device = Device()
 
     def make_group(name: str) -> CheckedGroup:
-        return CheckedGroup(device, 0, RANKS, is_late, name)
+        return CheckedGroup(device, range(RANKS), 0, is_late, name)
 
     def plainly() -> AbstractContextManager[Strategy]:
         registry = next(registry for registry in REGISTRIES if choice in registry.names)

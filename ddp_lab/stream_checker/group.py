@@ -8,14 +8,13 @@ and a collective keeps its inputs alive until it is waited for; its outputs live
 """
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lab.planner.simulation.process_group import GroupWithoutBackend
 from ddp_lab.stream_checker.device import Device, place
 from ddp_lab.stream_checker.order import Stream
 
@@ -72,7 +71,7 @@ class Flight(dist._Work):
         return done
 
 
-class CheckedGroup(dist.ProcessGroup):
+class CheckedGroup(GroupWithoutBackend):
     """See the module's docstring.
 
     Args:
@@ -82,39 +81,14 @@ class CheckedGroup(dist.ProcessGroup):
         inputs: Of the collectives that nobody has waited for.
     """
 
-    def __init__(self, device: Device, rank: int, size: int, is_late: bool, name: str) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size, self._name = rank, size, name
+    def __init__(self, device: Device, ranks: Sequence[int], rank: int, is_late: bool, name: str) -> None:
+        super().__init__(ranks, rank, CONFIG, name)
         self.device, self.is_late = device, is_late
         self.stream = Stream(f"stream of group {name}")
         self.inputs: list[Sequence[Tensor]] = []
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return "undefined"
-
-    def getBackendName(self) -> str:
-        return CONFIG
-
-    def new_group(
-        self, ranks: Sequence[int], timeout: timedelta, backend: str, pg_options: Any, group_name: str, group_desc: Any
-    ) -> "CheckedGroup | None":
-        if self._rank not in ranks:
-            return None
-        return CheckedGroup(self.device, list(ranks).index(self._rank), len(ranks), self.is_late, group_name)
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(
-            options=SimpleNamespace(_timeout=timedelta(minutes=1)), supports_splitting=False, name=CONFIG
-        )
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+    def like_this(self, ranks: Sequence[int], rank: int, config: str, name: str) -> "CheckedGroup":
+        return CheckedGroup(self.device, ranks, rank, self.is_late, name)
 
     def _issue(self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], opts: Any, results: Any) -> Flight:
         """
@@ -159,7 +133,7 @@ class CheckedGroup(dist.ProcessGroup):
     def _sum(self, tensor: Tensor, opts: Any) -> Tensor:
         """Over ranks that all hold the same."""
         is_sum = opts is None or opts.reduceOp == dist.ReduceOp.SUM
-        return tensor * self._size if is_sum else tensor
+        return tensor * len(self.ranks) if is_sum else tensor
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Flight:
         return self._issue("all_reduce", tensors, tensors, opts, lambda: [self._sum(one, opts) for one in tensors])
@@ -172,11 +146,11 @@ class CheckedGroup(dist.ProcessGroup):
         return self._issue("all_gather", inputs, flat, opts, lambda: [inputs[0]] * len(flat))
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Flight:
-        return self._issue("all_gather", [own], [output], opts, lambda: [own.reshape(-1).repeat(self._size)])
+        return self._issue("all_gather", [own], [output], opts, lambda: [own.reshape(-1).repeat(len(self.ranks))])
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Flight:
         def results() -> list[Tensor]:
-            return [self._sum(whole.reshape(self._size, -1)[self._rank], opts)]
+            return [self._sum(whole.reshape(len(self.ranks), -1)[self._rank], opts)]
 
         return self._issue("reduce_scatter", [whole], [output], opts, results)
 
@@ -184,7 +158,7 @@ class CheckedGroup(dist.ProcessGroup):
         self, output: Tensor, whole: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Flight:
         def results() -> list[Tensor]:
-            return [whole.reshape(self._size, -1)[self._rank].repeat(self._size)]
+            return [whole.reshape(len(self.ranks), -1)[self._rank].repeat(len(self.ranks))]
 
         return self._issue("all_to_all", [whole], [output], opts, results)
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ddp_lab.runtime.data.copies import copied_ahead
+from ddp_lab.runtime.data.batches import copied_ahead
 from ddp_lab.strategy.batches import StepData
 
 

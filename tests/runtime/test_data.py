@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.runtime.data.sampling import epoch_windows, evaluation_batches, rank_micro_batches, steps_in_epoch
+from ddp_lab.runtime.data.batches import epoch_windows, evaluation_batches, rank_micro_batches, steps_in_epoch
 
 small = st.integers(1, 9)
 

@@ -34,13 +34,14 @@ class Content:
         return ", ".join([*parts, *([self.problem] if self.problem else [])])
 
 
-def read_content(file: BinaryIO) -> Content:
-    """Read a file, a pipe, or what gzip, bzip2, xz or zstd have packed, up to the limit of what is unpacked."""
-    stream, is_packed = unpacked(file)
-    return _bounded(stream, most_bytes() if is_packed else None)
+def read_content(name: str, packed: BinaryIO) -> Content:
+    """Read a file, a pipe, or what gzip, bzip2, xz or zstd have packed, up to the limit of what is unpacked.
 
-
-def _bounded(file: BinaryIO, most: int | None) -> Content:
+    Raises:
+        UserError: nothing of it can be unpacked. Begins with `name`.
+    """
+    file, is_packed = unpacked(packed)
+    most = most_bytes() if is_packed else None
     chunks: deque[tuple[bytes, int]] = deque()
     head, kept, total, problem = bytearray(), 0, 0, ""
     head_lines = kept_lines = left_bytes = left_lines = 0
@@ -50,7 +51,7 @@ def _bounded(file: BinaryIO, most: int | None) -> Content:
             chunk = read(_CHUNK)
         except NOT_WHOLE as error:
             if not total:
-                raise UserError(f"it cannot be unpacked: {error}") from None
+                raise UserError(f"{name}: it cannot be unpacked: {error}") from None
             problem = f"not whole: {error}"
             break
         if not chunk:

@@ -115,10 +115,7 @@ def _take_file(inputs: Inputs, path: Path, is_wanted: bool = True) -> None:
 
 def take(inputs: Inputs, name: str, file: BinaryIO, is_wanted: bool = True) -> None:
     try:
-        try:
-            content = read_content(file)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+        content = read_content(name, file)
         said = _read(inputs, name, content)
         inputs.looked_at.append(f"{name}: {said}{f'; {content.note}' if content.note else ''}")
     except UserError as error:

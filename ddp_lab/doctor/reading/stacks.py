@@ -1,7 +1,7 @@
 """Stacks of processes as `py-spy dump` prints them: one process after the other, in one file or one each."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ddp_lab.doctor.reading.texts import Line, Text
@@ -20,12 +20,8 @@ class Stack:
     frames: list[str] = field(default_factory=list)
 
 
-def read_stacks(texts: Iterable[Text]) -> list[Stack]:
+def stacks_in(text: Text) -> Iterator[Stack]:
     """Those of all processes with a main thread of Python."""
-    return [stack for text in texts for stack in _stacks(text) if stack.frames]
-
-
-def _stacks(text: Text) -> Iterator[Stack]:
     for start, line in text.find(re.compile(_PROCESS.pattern, re.MULTILINE)):
         match, is_main = _PROCESS.match(line.text), False
         stack = Stack(int(match[1]) if match else 0, line)
@@ -36,4 +32,5 @@ def _stacks(text: Text) -> Iterator[Stack]:
                 is_main = thread[2] == "MainThread"
             elif is_main and (frame := _FRAME.match(other.text)):
                 stack.frames.append(frame[1])
-        yield stack
+        if stack.frames:
+            yield stack

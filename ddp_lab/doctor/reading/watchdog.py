@@ -94,7 +94,7 @@ def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
     """Each once, with the group that the nearest status line of the same rank and number names."""
     found: dict[tuple[object, ...], Timeout] = {}
     for text in texts:
-        statuses, restarts = list(_statuses(text)), [index for index, _ in text.find(_RESTART)]
+        statuses, restarts = list(statuses_in(text)), [index for index, _ in text.find(_RESTART)]
         for index, line in text.find(_TIMEOUT):
             if not (match := _TIMEOUT.search(line.text)):
                 continue
@@ -121,11 +121,8 @@ def _kind(name: str, given: int, got: int) -> str:
     return name
 
 
-def read_statuses(texts: Iterable[Text]) -> list[Status]:
-    return [status for text in texts for _, status in _statuses(text)]
-
-
-def _statuses(text: Text) -> Iterator[tuple[int, Status]]:
+def statuses_in(text: Text) -> Iterator[tuple[int, Status]]:
+    """Each with the index of its line."""
     restarts = [index for index, _ in text.find(_RESTART)]
     for index, line in text.find(_STATUS):
         match = _STATUS.search(line.text)

@@ -32,8 +32,9 @@ REGISTERS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_
 """Where torch keeps its process groups."""
 
 
-class PretendedGroup(dist.ProcessGroup):
-    """See the module's docstring. Methods are those of `torch.distributed.ProcessGroup`.
+class GroupWithoutBackend(dist.ProcessGroup):
+    """What torch needs to know of a group. Methods are those of `torch.distributed.ProcessGroup`; collectives are left
+    to classes below.
 
     Args:
         ranks: Its members, by their numbers in the whole world.
@@ -41,14 +42,13 @@ class PretendedGroup(dist.ProcessGroup):
         config: As `torch.distributed.get_backend_config` gives it.
     """
 
-    def __init__(self, network: Network, ranks: Sequence[int], rank: int, config: str, name: str) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, config: str, name: str) -> None:
         super().__init__(rank, len(ranks))
         self.ranks, self._rank, self._config, self._name = tuple(ranks), rank, config, name
-        self._network = network
-        self._queues: dict[str, Queue] = {}
-        self._count = 0
 
-    # What torch needs to know of a group ------------------------------------------------------------------------------
+    def like_this(self, ranks: Sequence[int], rank: int, config: str, name: str) -> "GroupWithoutBackend":
+        """Another group of its class, which shares what is not its own."""
+        raise NotImplementedError
 
     @property
     def group_name(self) -> str:
@@ -63,12 +63,12 @@ class PretendedGroup(dist.ProcessGroup):
 
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, backend: str, pg_options: Any, group_name: str, group_desc: Any
-    ) -> "PretendedGroup | None":
+    ) -> "GroupWithoutBackend | None":
         """Called by `torch.distributed.new_group` on the default group."""
         if self._rank not in ranks:
             return None
         config = str(c10d.BackendConfig(c10d.Backend(backend)))
-        return PretendedGroup(self._network, ranks, list(ranks).index(self._rank), config, group_name)
+        return self.like_this(ranks, list(ranks).index(self._rank), config, group_name)
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(options=SimpleNamespace(_timeout=TIMEOUT), supports_splitting=False, name=self._config)
@@ -77,7 +77,18 @@ class PretendedGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    # Collectives ------------------------------------------------------------------------------------------------------
+
+class PretendedGroup(GroupWithoutBackend):
+    """See the module's docstring."""
+
+    def __init__(self, network: Network, ranks: Sequence[int], rank: int, config: str, name: str) -> None:
+        super().__init__(ranks, rank, config, name)
+        self._network = network
+        self._queues: dict[str, Queue] = {}
+        self._count = 0
+
+    def like_this(self, ranks: Sequence[int], rank: int, config: str, name: str) -> "PretendedGroup":
+        return PretendedGroup(self._network, ranks, rank, config, name)
 
     def _backend_of(self, tensors: Sequence[Tensor]) -> str:
         """The backend that carries `tensors`: beside NCCL, Gloo carries what lies in host memory."""

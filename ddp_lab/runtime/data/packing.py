@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp_lab.runtime.data.masks import without_useless_mask
-from ddp_lab.runtime.data.sampling import Collate
+from ddp_lab.runtime.data.workload import Collate
 from ddp_lab.strategy.batches import IGNORED
 
 

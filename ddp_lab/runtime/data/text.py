@@ -10,8 +10,7 @@ from ddp_lab.runtime.data import hub
 from ddp_lab.runtime.data.kept import kept_text
 from ddp_lab.runtime.data.masks import read_no_masks, without_useless_mask
 from ddp_lab.runtime.data.reviews import STARS, make_reviews
-from ddp_lab.runtime.data.sampling import Collate
-from ddp_lab.runtime.data.workload import Workload
+from ddp_lab.runtime.data.workload import Collate, Workload
 from ddp_lab.runtime.distributed import node_leader_first
 from ddp_lab.runtime.groups import from_rank0
 from ddp_lab.runtime.watch.phases import BUILDING, during

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from ddp_lab.runtime.data.sampling import Collate
 from ddp_lab.strategy.batches import sample_count
+
+Collate = Callable[[list[Any]], dict[str, Tensor]]
 
 
 class Language(NamedTuple):
