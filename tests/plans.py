@@ -36,5 +36,5 @@ def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, tokens:
 
 def made(price: float | None = None, tokens: float | None = None, **simulated: Simulated | None) -> Plan:
     reason = "this one needs data"
-    outcomes = [Outcome(name, found, "" if found else reason) for name, found in simulated.items()]
-    return Plan([case(price=price, tokens=tokens)], outcomes)
+    of = case(price=price, tokens=tokens)
+    return Plan([of], [Outcome(of, name, found, "" if found else reason) for name, found in simulated.items()])

@@ -15,7 +15,7 @@ from rich.table import Table
 from ddp_lab.planner.command import build_parser
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.meshes import required
-from ddp_lab.planner.plan import Case, outcomes
+from ddp_lab.planner.plan import Case, Outcome, outcomes
 from ddp_lab.planner.plan_command import case_of, gist
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import unknown_name
@@ -50,8 +50,7 @@ class Checked:
 
     name: str
     measured: Measured
-    case: Case
-    choice: str
+    outcome: Outcome
     step_s: float
 
     @property
@@ -70,7 +69,8 @@ class Checked:
 
     @property
     def _tokens(self) -> float:
-        return self.case.config.global_batch_size * self.case.sequence_length / self.case.cluster.world_size
+        case = self.outcome.case
+        return case.config.global_batch_size * case.sequence_length / case.cluster.world_size
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -87,10 +87,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
     tasks = [task_of(name, row) for name, row in rows.items()]
     found: list[Checked] = []
     with long_work(f"planning {len(tasks)} measured steps", len(tasks)) as tell:
-        for (name, row), (case, _), outcome in zip(rows.items(), tasks, outcomes(tasks, options.jobs), strict=True):
+        for (name, row), outcome in zip(rows.items(), outcomes(tasks, options.jobs), strict=True):
             if outcome.simulated is None:
                 raise UserError(f"row {name}: {outcome.reason}")
-            found.append(Checked(name, row, case, outcome.name, outcome.simulated.step_time_s))
+            found.append(Checked(name, row, outcome, outcome.simulated.step_time_s))
             tell(f"{name}: {found[-1].error:+.1%}; {gist(outcome)}")
     console.print(table(found), "")
     for line in summary(found):
@@ -135,26 +135,17 @@ def table(found: Sequence[Checked]) -> Table:
     shown = Table(box=None, pad_edge=False)
     for label in ("row", "model", "devices", "choice"):
         shown.add_column(f"{label}\n", no_wrap=True)
-    for label in (
-        "measured\ntokens/s/GPU",
-        "planned\ntokens/s/GPU",
-        "measured\nstep, ms",
-        "planned\nstep, ms",
-        "error\n%",
-    ):
-        shown.add_column(label, justify="right", no_wrap=True)
+    for unit in ("tokens/s/GPU", "step, ms"):
+        for of in ("measured", "planned"):
+            shown.add_column(f"{of}\n{unit}", justify="right", no_wrap=True)
+    shown.add_column("error\n%", justify="right", no_wrap=True)
     for one in found:
-        cluster, rates = one.case.cluster, (one.measured.tokens_per_s_gpu, one.planned_rate)
+        cluster, model = one.outcome.case.cluster, one.outcome.case.model.name
         nodes = f"{cluster.nodes}x" if cluster.nodes > 1 else ""
         devices = f"{nodes}{cluster.ranks_per_node}x{cluster.device.name}"
-        times = (one.measured_step_s, one.step_s)
+        rates, times = (one.measured.tokens_per_s_gpu, one.planned_rate), (one.measured_step_s, one.step_s)
         shown.add_row(
-            *(
-                one.name,
-                one.case.model.name.partition("/")[2] or one.case.model.name,
-                devices,
-                one.choice,
-            ),
+            *(one.name, model.partition("/")[2] or model, devices, one.outcome.name),
             *(f"{rate:,.0f}" for rate in rates),
             *(f"{1e3 * seconds:,.1f}" for seconds in times),
             f"{one.error:+.1%}",

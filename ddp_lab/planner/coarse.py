@@ -25,9 +25,7 @@ def that_may_fit(tasks: Sequence[Task]) -> tuple[list[Task], list[str]]:
     needed = [least_bytes(*task, elements) for task in tasks]
     least = 1.001 * min(needed)  # equal ones may differ by how they were divided
     fit = [size <= max(least, task[0].usable_bytes) for task, size in zip(tasks, needed, strict=True)]
-    too_large = [
-        Outcome(name, None, mesh=case.mesh).name for (case, name), may in zip(tasks, fit, strict=True) if not may
-    ]
+    too_large = [case.named(choice) for (case, choice), may in zip(tasks, fit, strict=True) if not may]
     line = f"{', '.join(too_large)}: parameters, gradients and optimizer states alone are more than a device has"
     return [task for task, may in zip(tasks, fit, strict=True) if may], [line] if too_large else []
 
@@ -65,8 +63,7 @@ def worth_simulating(
         found: Outcomes without a pipeline.
         without: The case of any of them.
     """
-    simulated = [(one.simulated, one) for one in found if one.simulated]
-    fitting = [pair for pair in simulated if pair[0].memory.peak_bytes <= without.usable_bytes]
+    fitting = [(one.simulated, one) for one in found if one.simulated and one.fits()]
     if not fitting:
         return list(pipelines), []
     fastest, best = min(fitting, key=lambda pair: pair[0].step_time_s)
@@ -93,7 +90,7 @@ def least_step_s(case: Case, found: Sequence[Outcome], steps: int) -> float:
     """
     if case.config.grad_accum_steps < steps * stages(case):
         return 0.0
-    alike = [one.simulated for one in found if one.simulated and tensor_ranks(one.mesh) == tensor_ranks(case.mesh)]
+    alike = [one.simulated for one in found if one.simulated and tensor_ranks(one.case.mesh) == tensor_ranks(case.mesh)]
     return LEAST * min((one.compute_s for one in alike), default=0.0) / (1 - bubble(case))
 
 

@@ -62,6 +62,10 @@ class Case:
         """What tensors of one rank may take."""
         return self.cluster.device.memory_bytes - CONTEXT_BYTES[self.cluster.device.kind]
 
+    def named(self, choice: str) -> str:
+        """A choice here, as folders of runs are called: `zero2@dp2-tp2`."""
+        return labelled(choice, self.mesh.label if self.mesh else None)
+
     def setting(self, choice: str) -> Setting:
         """What the simulator runs."""
         count, size = self.config.grad_accum_steps, self.micro_batch_size
@@ -76,18 +80,25 @@ class Outcome:
     Attributes:
         simulated: None if it cannot be simulated.
         reason: Why not.
-        mesh: None without one.
     """
 
+    case: Case
     choice: str
     simulated: Simulated | None
     reason: str = ""
-    mesh: Mesh | None = None
 
     @property
     def name(self) -> str:
-        """As folders of runs are called: `zero2@dp2-tp2`."""
-        return labelled(self.choice, self.mesh.label if self.mesh else None)
+        return self.case.named(self.choice)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.case.config.global_batch_size / self.simulated.step_time_s if self.simulated else 0.0
+
+    def fits(self, free: float = 0.0) -> bool:
+        """Whether it leaves so large a share of the memory free."""
+        usable = self.case.usable_bytes
+        return self.simulated is not None and self.simulated.memory.peak_bytes <= (1 - free) * usable
 
 
 Task = tuple[Case, str]
@@ -137,14 +148,13 @@ def part_of(setting: Setting, count: int) -> Setting:
 
 def outcome(case: Case, choice: str) -> Outcome:
     """Simulate one choice. If it cannot be simulated, the outcome has a reason."""
-    mesh = case.mesh
-    missing = families_of(mesh)[entrypoint_of(choice, mesh)].missing
+    missing = families_of(case.mesh)[entrypoint_of(choice, case.mesh)].missing
     if choice in missing:
-        return Outcome(choice, None, f"not installed; run: {missing[choice]}", mesh)
+        return Outcome(case, choice, None, f"not installed; run: {missing[choice]}")
     try:
-        return Outcome(choice, simulate_step(case.setting(choice), case.cluster, case.costs), mesh=mesh)
+        return Outcome(case, choice, simulate_step(case.setting(choice), case.cluster, case.costs))
     except UserError as error:
-        return Outcome(choice, None, str(error), mesh)
+        return Outcome(case, choice, None, str(error))
 
 
 def cores() -> int:

@@ -16,7 +16,6 @@ from itertools import count
 
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.coarse import LEAST, least_bytes, least_states, tensor_ranks
-from ddp_lab.planner.contracts import Simulated
 from ddp_lab.planner.plan import Case, Outcome, Task
 from ddp_lab.planner.report.recommendation import TIGHT
 from ddp_lab.planner.ways import Ways
@@ -31,27 +30,6 @@ MOST = 150
 """Simulations of a search."""
 SURE = 0.9
 """Of the activations that a sample took elsewhere: so many it takes here at least."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A setting that was simulated."""
-
-    case: Case
-    outcome: Outcome
-
-    @property
-    def simulated(self) -> Simulated | None:
-        return self.outcome.simulated
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.case.config.global_batch_size / self.simulated.step_time_s if self.simulated else 0.0
-
-    def fits(self, free: float = 0.0) -> bool:
-        """Whether it leaves so large a share of the memory free."""
-        usable = self.case.usable_bytes
-        return self.simulated is not None and self.simulated.memory.peak_bytes <= (1 - free) * usable
 
 
 def roots(cases: Sequence[Case], wanted: Sequence[str], ways: Ways) -> Iterator[Task]:
@@ -97,7 +75,7 @@ class Search:
     taken: dict[object, tuple[int, float]] = field(default_factory=dict)
     computed: dict[object, float] = field(default_factory=dict)
 
-    def learn(self, found: Found) -> None:
+    def learn(self, found: Outcome) -> None:
         case, key = found.case, alike(found.case)
         micro, simulated = case.micro_batch_size, found.simulated
         if simulated is None or case.config.has_stages:
@@ -134,13 +112,13 @@ class Search:
         ]
         return next((each for each in cases if self.may_fit(each, choice)), cases[-1]), choice
 
-    def leaner(self, found: Found) -> Iterator[Task]:
+    def leaner(self, found: Outcome) -> Iterator[Task]:
         """What holds less, one change away: the next way, and the next smaller micro-batch that may fit.
 
         Of what does not fit, activations of a smaller micro-batch are at least its share of these, so that sizes with
         which these alone are too many are left out.
         """
-        case, choice = found.case, found.outcome.choice
+        case, choice = found.case, found.choice
         config, micro = case.config, case.micro_batch_size
         if found.simulated is None:
             return
@@ -164,7 +142,7 @@ class Search:
 
     def run(
         self, begin: Sequence[Task], simulate: Callable[[Sequence[Task]], Iterable[Outcome]], at_once: int
-    ) -> Iterator[Found]:
+    ) -> Iterator[Outcome]:
         """What was simulated, as it is found.
 
         Args:
@@ -189,8 +167,8 @@ class Search:
                 tasks.append(smaller)
             if not tasks:
                 return
-            for (case, _), outcome in zip(tasks, simulate(tasks), strict=True):
-                found, done = Found(case, outcome), done + 1
+            for found in simulate(tasks):
+                done += 1
                 yield found
                 self.learn(found)
                 if found.fits(TIGHT):

@@ -12,7 +12,7 @@ from ddp_lab.planner.choices import choices
 from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.plan import Case, cores, outcomes, simulating
+from ddp_lab.planner.plan import Case, Outcome, cores, outcomes, simulating
 from ddp_lab.planner.plan_command import cases_of, gist, printed, write
 from ddp_lab.planner.rates import flops_of_a_sample
 from ddp_lab.planner.report.findings import (
@@ -28,7 +28,7 @@ from ddp_lab.planner.report.findings import (
 from ddp_lab.planner.report.recommendation import gib
 from ddp_lab.planner.report.table import Plan, framed, row
 from ddp_lab.planner.report.wording import certainty, headline
-from ddp_lab.planner.search import SEARCHED, Found, Search, roots
+from ddp_lab.planner.search import SEARCHED, Search, roots
 from ddp_lab.planner.ways import LEVELS, Ways
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.errors import UserError
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     found = searched(cases, options, ways)
     flops = flops_of_a_sample(cases[0].model, options.sequence_length)
     mesh = None if options.mesh == AUTO else cases[0].config.mesh
-    pairs = [(row(each.outcome, each.case, flops), each) for each in found]
-    eager = [(row(each.outcome, each.case, flops), each) for each in as_eager(pairs, mesh, ways, options.jobs)]
+    pairs = [(row(each, flops), each) for each in found]
+    eager = [(row(each, flops), each) for each in as_eager(pairs, mesh, ways, options.jobs)]
     plan = Plan([cases[0]], [])
     console.print(headline(plan, with_steps=False))
     best, front = best_and_front(pairs)
@@ -118,7 +118,7 @@ def costs_by_compilation(case: Case, options: argparse.Namespace) -> dict[bool, 
     return {True: fused, False: case.costs}
 
 
-def searched(cases: Sequence[Case], options: argparse.Namespace, ways: Ways) -> list[Found]:
+def searched(cases: Sequence[Case], options: argparse.Namespace, ways: Ways) -> list[Outcome]:
     wanted = options.choices.split(",") if options.choices else SEARCHED
     choices(wanted if options.choices else None, [case.mesh for case in cases])  # each goes with one of them
     begin, found = list(roots(cases, wanted, ways)), []
@@ -129,24 +129,24 @@ def searched(cases: Sequence[Case], options: argparse.Namespace, ways: Ways) -> 
                 begin, simulate, jobs
             ):
                 found.append(each)
-                tell(f"{described(each)}: {gist(each.outcome).partition(': ')[2]}")
+                tell(f"{described(each)}: {gist(each).partition(': ')[2]}")
     return found
 
 
-def as_eager(pairs: Sequence[Pair], mesh: str | None, ways: Ways, jobs: int | None) -> list[Found]:
+def as_eager(pairs: Sequence[Pair], mesh: str | None, ways: Ways, jobs: int | None) -> list[Outcome]:
     """Without a compiler: the best, and the best of what `ddp-lab plan` begins with."""
     if len(ways.costs) == 1:
         return []
     of_both = (best_and_front(pairs)[0], best_and_front(plain(pairs, ways, mesh))[0])
-    compiled = {each.outcome.name: each for _, each in filter(None, of_both) if each.case.config.strategy.compile}
+    compiled = {each.name: each for _, each in filter(None, of_both) if each.case.config.strategy.compile}
     tasks = [
         (
             ways.put(each.case, each.case.config.grad_accum_steps, level_of(each.case), compiled=False),
-            each.outcome.choice,
+            each.choice,
         )
         for each in compiled.values()
     ]
-    return [Found(case, each) for (case, _), each in zip(tasks, outcomes(tasks, jobs), strict=True)] if tasks else []
+    return list(outcomes(tasks, jobs)) if tasks else []
 
 
 def what_is_missing(pairs: Sequence[Pair], jobs: int | None) -> list[str]:
@@ -155,6 +155,6 @@ def what_is_missing(pairs: Sequence[Pair], jobs: int | None) -> list[str]:
     if not known:
         return ["Parameters, gradients and Adam's states alone are too large for every choice; take more devices."]
     of, found = min(known, key=lambda pair: pair[0]["peak_bytes"])
-    tried = list(smaller(found.case, found.outcome.choice))
+    tried = list(smaller(found.case, found.choice))
     told = f"Nothing fits. {described(found)} comes nearest, short of {gib(-of['spare_bytes'])}."
     return [told, what_fits(of, tried, list(outcomes([(each.case, each.choice) for each in tried], jobs)))]

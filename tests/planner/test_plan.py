@@ -193,11 +193,12 @@ def test_what_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch, peak
         for each, choice in tasks:
             names = {choice, each.config.strategy.activation_checkpointing}
             names |= {str(each.cluster.world_size), f"micro {each.micro_batch_size}"}
-            found.append(Outcome(choice, simulation(90, 0, min(peaks.get(name, 40) for name in names))))
+            found.append(Outcome(each, choice, simulation(90, 0, min(peaks.get(name, 40) for name in names))))
         return found
 
     monkeypatch.setattr(beside, "outcomes", outcomes)
-    plan = Plan([case(batch=16)], [Outcome("zero1", simulation(100, 0, 30)), Outcome("simple_ddp", None, "?")])
+    of = case(batch=16)
+    plan = Plan([of], [Outcome(of, "zero1", simulation(100, 0, 30)), Outcome(of, "simple_ddp", None, "?")])
     (sentence,) = beside.besides(plan, 1, recorded=False)
     assert said in sentence
 
@@ -208,7 +209,7 @@ def test_a_language_model_may_fit_with_its_loss_in_parts_and_what_fits_has_a_pri
     planned = replace(planned, model=replace(planned.model, task="causal-lm"))
     tried = [each for each in beside.smaller(planned, "zero1") if each.words == "--loss-chunks 8"]
     assert [each.case.config.strategy.loss_chunks for each in tried] == [8]
-    said = beside.what_fits({"name": "zero1"}, tried, [Outcome("zero1", simulation(100, 0, 8))])
+    said = beside.what_fits({"name": "zero1"}, tried, [Outcome(planned, "zero1", simulation(100, 0, 8))])
     dollars = 2.0 * 2 / 3600 / (planned.config.global_batch_size / 0.1 * 128) * 1e9
     assert f"--loss-chunks 8 (8.00 GiB at the peak, 100.0 ms a step, {dollars:,.0f} $ for a billion tokens)" in said
 
@@ -220,13 +221,13 @@ def test_what_would_be_faster_is_simulated_too(monkeypatch: pytest.MonkeyPatch) 
         beside,
         "outcomes",
         lambda tasks, jobs: [
-            Outcome(name, simulation(speeds[precision if precision == "bf16" else again], 0, 8))
+            Outcome(each, name, simulation(speeds[precision if precision == "bf16" else again], 0, 8))
             for each, name in tasks
             for precision, again in [(each.config.strategy.precision, each.config.strategy.activation_checkpointing)]
         ],
     )
     blocks = replace(case(), config=case().config.but(activation_checkpointing="block"))
-    (sentence,) = beside.besides(Plan([blocks], [Outcome("zero1", simulation(100, 0, 9))]), 1, recorded=False)
+    (sentence,) = beside.besides(Plan([blocks], [Outcome(blocks, "zero1", simulation(100, 0, 9))]), 1, recorded=False)
     assert sentence == (
         "Faster, of zero1: --precision bf16 60.0 ms a step and 8.00 GiB and --activation-checkpointing selective "
         "70.0 ms a step and 8.00 GiB at the peak."

@@ -17,7 +17,7 @@ from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, Outcome, Task, simulate_step
 from ddp_lab.planner.report.findings import best_and_front
 from ddp_lab.planner.report.table import row
-from ddp_lab.planner.search import Found, Search, roots
+from ddp_lab.planner.search import Search, roots
 from ddp_lab.planner.search_command import near
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.planner.ways import LEVELS, Ways
@@ -43,17 +43,17 @@ def made_up(tasks: Sequence[Task]) -> list[Outcome]:
         ms *= 0.9 if each.config.strategy.compile else 1.0
         whole = simulation(ms, 0, 1)
         held = {"parameters": (2 if choice == "zero1" else 12) << 30, "activations": int(activations * 2**30)}
-        found.append(Outcome(choice, replace(whole, memory=replace(whole.memory, at_peak=held))))
+        found.append(Outcome(each, choice, replace(whole, memory=replace(whole.memory, at_peak=held))))
     return found
 
 
-def every(begin: Sequence[Task], ways: Ways) -> list[Found]:
+def every(begin: Sequence[Task], ways: Ways) -> list[Outcome]:
     """The whole grid, one by one."""
     tasks = list[Task]()
     for (each, choice), steps, level, compiled in product(begin, (1, 2, 4, 8), LEVELS, ways.costs):
         with suppress(UserError):
             tasks.append((ways.put(each, steps, level, compiled), choice))
-    return [Found(*one) for one in zip((each for each, _ in tasks), made_up(tasks), strict=True)]
+    return made_up(tasks)
 
 
 @each_row(("costs", "share"), [({False: COSTS}, 0.7), ({True: COSTS, False: COSTS}, 0.45)])
@@ -68,7 +68,7 @@ def test_the_best_is_found_without_trying_all(costs: dict[bool, Costs], share: f
     mine = max((each for each in found if each.fits(0.1)), key=lambda each: each.samples_per_second)
     assert mine == best and len(found) < share * len(every(begin, ways))
     assert best.case.config.strategy.compile == (True in costs)
-    assert len({(each.outcome.choice, str(each.case.config)) for each in found}) == len(found), "none twice"
+    assert len({(each.choice, str(each.case.config)) for each in found}) == len(found), "none twice"
     ways = Ways(("selective",), costs)
     fixed = list(Search(ways, False, 0).run(list(roots([batch], ("zero1",), ways)), made_up, at_once=2))
     assert {each.case.config.grad_accum_steps for each in fixed} == {1}
@@ -82,7 +82,7 @@ def test_what_a_sample_took_elsewhere_is_not_simulated_again() -> None:
     found = Search(ways, True, 135_000_000).run(
         list(roots([batch], ("bucket_ddp_async", "zero1"), ways)), made_up, at_once=1
     )
-    sizes = [(each.outcome.choice, each.case.micro_batch_size) for each in found]
+    sizes = [(each.choice, each.case.micro_batch_size) for each in found]
     assert sizes[:2] == [("bucket_ddp_async", 8), ("zero1", 4)] and ("zero1", 8) not in sizes
 
 
@@ -107,8 +107,8 @@ def test_the_front_is_what_nothing_beats() -> None:
         where = case("4xL4", batch=16)
         if place == 2:
             where = replace(where, config=where.config.but(mesh="dp=2,tp=2"))
-        outcome = Outcome("zero1", simulation(ms, 0, gib), mesh=where.mesh)
-        pairs.append((row(outcome, where), Found(where, outcome)))
+        outcome = Outcome(where, "zero1", simulation(ms, 0, gib))
+        pairs.append((row(outcome), outcome))
     best, front = best_and_front(pairs)
     assert best is pairs[1] and [pairs.index(pair) for pair in front] == [1, 2, 4]
     assert best_and_front(pairs[:1])[0] is pairs[0], "where nothing leaves a tenth"

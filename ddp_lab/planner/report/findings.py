@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 
-from ddp_lab.planner.plan import Case
+from ddp_lab.planner.plan import Case, Outcome
 from ddp_lab.planner.report.command_line import runner_command
 from ddp_lab.planner.report.recommendation import AS_FAST, Row, gib, is_roomy, is_tight
-from ddp_lab.planner.search import Found
 from ddp_lab.planner.ways import Ways
 from ddp_lab.strategy.recompute.setting import NONE
 
 MOST_ROWS = 10
-Pair = tuple[Row, Found]
-"""A row of the table, and the setting that it is of."""
+Pair = tuple[Row, Outcome]
+"""A row of the table, and what it is of."""
 
 
 def plain(pairs: Sequence[Pair], ways: Ways, mesh: str | None) -> list[Pair]:
@@ -48,7 +47,7 @@ def recommendation(best: Pair, pairs: Sequence[Pair]) -> list[str]:
     room = f"its peak of {gib(of['peak_bytes'])} leaves {gib(of['spare_bytes'])} to spare"
     lines = [
         f"Take {described(found)}: {speed(of)}; {room}.",
-        f"Run it: {runner_command(found.case, found.outcome.choice)}",
+        f"Run it: {runner_command(found.case, found.choice)}",
     ]
     if is_tight(of):
         lines.append(
@@ -88,13 +87,13 @@ def against_plain(best: Pair, pairs: Sequence[Pair], ways: Ways, mesh: str | Non
     return f"{told}, {max(slower, 0):.0f} % less, with {gib(other[0]['spare_bytes'])} unused."
 
 
-def described(found: Found) -> str:
+def described(found: Outcome) -> str:
     """`zero2, 4 micro-batches of 2, recomputing selective`."""
     config, micro = found.case.config, found.case.micro_batch_size
     steps = f"{config.grad_accum_steps} micro-batches" if config.grad_accum_steps > 1 else "one micro-batch"
     level = level_of(found.case)
     again = "no recomputation" if level == NONE else f"recomputation {level}"
-    return f"{found.outcome.name}, {steps} of {micro}, {again}{', compiled' * config.strategy.compile}"
+    return f"{found.name}, {steps} of {micro}, {again}{', compiled' * config.strategy.compile}"
 
 
 def level_of(case: Case) -> str:

@@ -32,14 +32,15 @@ def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
     return step - half, step + half
 
 
-def row(outcome: Outcome, case: Case, flops: float | None = None) -> dict[str, Any]:
+def row(outcome: Outcome, flops: float | None = None) -> dict[str, Any]:
     """The `name` of a choice, and what the table says of it; columns as `report.columns.PLAN_COLUMNS` explains
     them.
 
     Args:
         flops: What a sample takes (`rates.flops_of_a_sample`).
     """
-    mesh, choice, config = outcome.mesh, outcome.choice, case.config
+    case, choice = outcome.case, outcome.choice
+    mesh, config = case.mesh, case.config
     of_choice: dict[str, Any] = {"name": outcome.name, "choice": choice, "entrypoint": entrypoint_of(choice, mesh)}
     if mesh is not None:
         of_choice["mesh"] = str(mesh)
@@ -119,7 +120,7 @@ class Plan:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         flops = flops_of_a_sample(self.case.model, self.case.sequence_length)
-        return [row(outcome, self.case_of(outcome.mesh), flops) for outcome in self.outcomes]
+        return [row(outcome, flops) for outcome in self.outcomes]
 
     @cached_property
     def frame(self) -> pd.DataFrame:
