@@ -125,9 +125,11 @@ def measure_all(options: argparse.Namespace, ranks: "Ranks") -> None:
         OneRankError: another rank has gone, or memory ran out.
         UserError: the file cannot be written.
     """
+    import pandas as pd
     import torch.distributed as dist
 
     from benchmarks.calls import measured
+    from ddp_lab.analysis.files import write_csv
 
     device = ranks.device.type + ("-shared" if ranks.gpu_sharing else "")
     name = f"{ranks.backend}_{device}_{ranks.world_size}_ranks.csv"
@@ -148,23 +150,9 @@ def measure_all(options: argparse.Namespace, ranks: "Ranks") -> None:
                 row = dict(zip(COLUMNS, found, strict=True))
                 print(*(f"{row[column]:>{width}{digits}}" for column, (width, digits) in SHOWN.items()), flush=True)
                 rows.append(row)
-                write(path, rows)
+                write_csv(path, pd.DataFrame(rows, columns=list(COLUMNS)))
     if ranks.is_main:
         print(f"\ntable: {path}")
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Raises:
-    UserError: the file cannot be written.
-    """
-    import pandas as pd
-
-    from ddp_lab.analysis.files import write_csv
-
-    try:
-        write_csv(path, pd.DataFrame(rows, columns=list(COLUMNS)))
-    except UserError as error:
-        raise UserError(f"{error}; choose another --output-dir") from None
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 faster."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ddp_lab.analysis.errors import listed
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.plan import Case, Outcome, outcomes
+from ddp_lab.planner.plan import Case, Outcome, Task, outcomes
 from ddp_lab.planner.report.recommendation import Row, gib, recommended
 from ddp_lab.planner.report.table import Plan, rates
 from ddp_lab.progress import long_work
@@ -21,15 +21,8 @@ LEANEST = "zero3"
 MORE_DEVICES = (2, 4, 8)
 CHUNKS = 8
 """Parts of the loss that are tried where a plan computes it whole."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A choice under other settings. `words`: what is other."""
-
-    words: str
-    case: Case
-    choice: str
+Variant = tuple[str, Task]
+"""What is other than in the plan, and the choice under such settings."""
 
 
 def besides(plan: Plan, jobs: int | None, recorded: bool) -> list[str]:
@@ -39,9 +32,9 @@ def besides(plan: Plan, jobs: int | None, recorded: bool) -> list[str]:
     nearest = min(too_large, key=lambda row: row["peak_bytes"], default=None)
     remedies = [] if nearest is None else list(smaller(plan.case_of(nearest.get("mesh")), str(nearest["choice"])))
     if nearest is not None and best is not None:
-        remedies = [each for each in remedies if each.choice == nearest["choice"]]
+        remedies = [(words, task) for words, task in remedies if task[1] == nearest["choice"]]
     hints = [] if best is None else list(faster(plan.case_of(best.get("mesh")), str(best["choice"]), recorded))
-    tasks = [(each.case, each.choice) for each in (*remedies, *hints)]
+    tasks = [task for _, task in (*remedies, *hints)]
     if not tasks:
         return []
     found: list[Outcome] = []
@@ -72,11 +65,11 @@ def smaller(case: Case, choice: str) -> Iterator[Variant]:
         changes.append((f"--loss-chunks {CHUNKS}", {"loss_chunks": CHUNKS}))
     for words, settings in changes:
         try:
-            yield Variant(words, replace(case, config=config.but(**settings)), choice)
+            yield words, (replace(case, config=config.but(**settings)), choice)
         except UserError:
             continue
     if choice != LEANEST and LEANEST in choices(None, [case.mesh]):
-        yield Variant(LEANEST, case, LEANEST)
+        yield LEANEST, (case, LEANEST)
     if case.mesh is None:
         for factor in MORE_DEVICES:
             cluster = case.cluster
@@ -86,7 +79,7 @@ def smaller(case: Case, choice: str) -> Iterator[Variant]:
             larger = replace(cluster, nodes=nodes, ranks_per_node=ranks, between=cluster.between or cluster.inside)
             more = replace(case, cluster=larger)
             if config.global_batch_size % (config.grad_accum_steps * larger.world_size) == 0:
-                yield Variant(f"{larger.world_size} devices", more, choice)
+                yield f"{larger.world_size} devices", (more, choice)
 
 
 def faster(case: Case, choice: str, recorded: bool) -> Iterator[Variant]:
@@ -95,24 +88,24 @@ def faster(case: Case, choice: str, recorded: bool) -> Iterator[Variant]:
     is_fp32 = config.strategy.precision == "fp32" and not config.strategy.param_dtype
     if is_fp32 and not recorded and rates.get("bfloat16", 0.0) > rates["float32"]:
         costs = costs_of(case.cluster, "bf16", contention=case.costs.contention)
-        yield Variant("--precision bf16", replace(case, config=config.but(precision="bf16"), costs=costs), choice)
+        yield "--precision bf16", (replace(case, config=config.but(precision="bf16"), costs=costs), choice)
     for blocks in (SELECTIVE, NONE):
         if config.strategy.activation_checkpointing not in (NONE, blocks):
             other = config.but(activation_checkpointing=blocks)
-            yield Variant(f"--activation-checkpointing {blocks}", replace(case, config=other), choice)
+            yield f"--activation-checkpointing {blocks}", (replace(case, config=other), choice)
 
 
 def what_fits(nearest: Row, tried: list[Variant], found: list[Outcome]) -> str:
     """Which of the variants that were tried have room for the choice that comes nearest."""
     fitting = [
-        f"{each.words} ({gib(simulated.memory.peak_bytes)} at the peak, {simulated.step_time_s * 1e3:,.1f} ms a step"
-        f"{price_of(each.case, simulated.step_time_s)})"
-        for each, outcome in zip(tried, found, strict=True)
-        if (simulated := outcome.simulated) and simulated.memory.peak_bytes <= each.case.usable_bytes
+        f"{words} ({gib(simulated.memory.peak_bytes)} at the peak, {simulated.step_time_s * 1e3:,.1f} ms a step"
+        f"{price_of(outcome.case, simulated.step_time_s)})"
+        for (words, _), outcome in zip(tried, found, strict=True)
+        if (simulated := outcome.simulated) and outcome.fits()
     ]
     if fitting:
         return f"{nearest['name']} would fit with any of: {'; '.join(fitting)}."
-    return f"{nearest['name']} would fit with none of: {'; '.join(each.words for each in tried)}."
+    return f"{nearest['name']} would fit with none of: {'; '.join(words for words, _ in tried)}."
 
 
 def price_of(case: Case, step_s: float) -> str:
@@ -127,10 +120,8 @@ def price_of(case: Case, step_s: float) -> str:
 def what_is_faster(best: Row, tried: list[Variant], found: list[Outcome]) -> list[str]:
     """Which of the variants that were tried take less time than the recommended choice, and fit."""
     told = [
-        f"{each.words} {simulated.step_time_s * 1e3:,.1f} ms a step and {gib(simulated.memory.peak_bytes)}"
-        for each, outcome in zip(tried, found, strict=True)
-        if (simulated := outcome.simulated)
-        and simulated.memory.peak_bytes <= each.case.usable_bytes
-        and simulated.step_time_s * 1e3 < best["step_time_ms"]
+        f"{words} {simulated.step_time_s * 1e3:,.1f} ms a step and {gib(simulated.memory.peak_bytes)}"
+        for (words, _), outcome in zip(tried, found, strict=True)
+        if (simulated := outcome.simulated) and outcome.fits() and simulated.step_time_s * 1e3 < best["step_time_ms"]
     ]
     return [f"Faster, of {best['name']}: {listed(told)} at the peak."] if told else []

@@ -4,12 +4,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
-from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from ddp_lab.analysis.files import write_csv
 from ddp_lab.planner.beside import besides
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.coarse import that_may_fit, worth_simulating
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for line in [*notes(plan), *reasons(plan.rows), *commands(plan), *found, *certainty(plan)]:
         console.print(line, soft_wrap=True, markup=False)
     if options.csv is not None:
-        write(options.csv, "--csv", plan.frame.to_csv(index=False))
+        write_csv(options.csv, plan.frame)
         console.print(f"table: {options.csv}")
 
 
@@ -180,16 +180,3 @@ def printed(frame: pd.DataFrame) -> Table:
     for texts in zip(*(cells[name][2:] for name in PLAN_COLUMNS if name in shown), strict=True):
         table.add_row(*texts)
     return table
-
-
-def write(path: Path, flag: str, text: str) -> None:
-    """Write a file.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written: {error.strerror}") from None

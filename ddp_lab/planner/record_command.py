@@ -29,8 +29,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     model.require_length(options.sequence_length)
     import torch
 
+    from ddp_lab.analysis.files import write_text
     from ddp_lab.planner.costs.timing import TrainingStep, measure
-    from ddp_lab.planner.plan_command import write
     from ddp_lab.runtime.records.record import to_json
     from ddp_lab.strategy.precision import bring_to
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 content = measure(steps, device, precision, options.repeats or 7, about)
     except torch.OutOfMemoryError:
         raise UserError(f"{about}: too much for this GPU's memory; record with a smaller --micro-batch-sizes") from None
-    write(options.output, "--output", to_json(content))
+    write_text(options.output, to_json(content))
     console.print(
         f"{content['hardware']}: {len(content['operators'])} operators of {model.name}; record: {options.output}"
     )
@@ -68,8 +68,8 @@ def record_card(options: argparse.Namespace, console: Console) -> None:
     import torch
     import torch.distributed as dist
 
+    from ddp_lab.analysis.files import write_text
     from ddp_lab.planner.costs.card import measure, toml
-    from ddp_lab.planner.plan_command import write
 
     ranks = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks:
@@ -89,6 +89,6 @@ def record_card(options: argparse.Namespace, console: Console) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     if os.environ.get("RANK", "0") == "0":
-        write(options.output, "--output", toml(key, entry))
+        write_text(options.output, toml(key, entry))
         link = "" if "link" in entry else " --link LINK"
         console.print(f"{entry['title']}: {options.output}; plan with --gpus {ranks}x{options.output}{link}")

@@ -7,13 +7,14 @@ from math import log2
 
 from rich.console import Console
 
+from ddp_lab.analysis.files import write_csv
 from ddp_lab.planner.beside import smaller, what_fits
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, Outcome, cores, outcomes, simulating
-from ddp_lab.planner.plan_command import cases_of, gist, printed, write
+from ddp_lab.planner.plan_command import cases_of, gist, printed
 from ddp_lab.planner.rates import flops_of_a_sample
 from ddp_lab.planner.report.findings import (
     Pair,
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for line in ["", *lines, *(f"Left out: {line}" for line in left_out), *certainty(plan)]:
         console.print(line, soft_wrap=True, markup=False)
     if options.csv is not None:
-        write(options.csv, "--csv", framed([dict(of) for of, _ in (*pairs, *eager)]).to_csv(index=False))
+        write_csv(options.csv, framed([dict(of) for of, _ in (*pairs, *eager)]))
         console.print(f"table: {options.csv}")
 
 
@@ -157,4 +158,4 @@ def what_is_missing(pairs: Sequence[Pair], jobs: int | None) -> list[str]:
     of, found = min(known, key=lambda pair: pair[0]["peak_bytes"])
     tried = list(smaller(found.case, found.choice))
     told = f"Nothing fits. {described(found)} comes nearest, short of {gib(-of['spare_bytes'])}."
-    return [told, what_fits(of, tried, list(outcomes([(each.case, each.choice) for each in tried], jobs)))]
+    return [told, what_fits(of, tried, list(outcomes([task for _, task in tried], jobs)))]

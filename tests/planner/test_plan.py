@@ -205,10 +205,10 @@ def test_what_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch, peak
 
 def test_a_language_model_may_fit_with_its_loss_in_parts_and_what_fits_has_a_price() -> None:
     planned = case(price=2.0)
-    assert not [each for each in beside.smaller(planned, "zero1") if "--loss-chunks" in each.words]
+    assert not [words for words, _ in beside.smaller(planned, "zero1") if "--loss-chunks" in words]
     planned = replace(planned, model=replace(planned.model, task="causal-lm"))
-    tried = [each for each in beside.smaller(planned, "zero1") if each.words == "--loss-chunks 8"]
-    assert [each.case.config.strategy.loss_chunks for each in tried] == [8]
+    tried = [each for each in beside.smaller(planned, "zero1") if each[0] == "--loss-chunks 8"]
+    assert [of.config.strategy.loss_chunks for _, (of, _) in tried] == [8]
     said = beside.what_fits({"name": "zero1"}, tried, [Outcome(planned, "zero1", simulation(100, 0, 8))])
     dollars = 2.0 * 2 / 3600 / (planned.config.global_batch_size / 0.1 * 128) * 1e9
     assert f"--loss-chunks 8 (8.00 GiB at the peak, 100.0 ms a step, {dollars:,.0f} $ for a billion tokens)" in said
