@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.mesh import mesh_of
 from ddp_lab.analysis.metrics.agreement import disagreements
 from ddp_lab.analysis.metrics.audit import audit
@@ -25,6 +24,7 @@ from ddp_lab.analysis.traces.collectives import KINDS, sent_bytes
 from ddp_lab.analysis.traces.finding import OWN_NAME, Window, missing_ranks, rank_in_path
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
+from ddp_lab.runtime.cli import listed
 from ddp_lab.runtime.errors import UserError
 
 KIND_SENTENCES = {

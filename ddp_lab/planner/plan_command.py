@@ -20,10 +20,9 @@ from ddp_lab.planner.meshes import on_all_meshes, required
 from ddp_lab.planner.plan import GIB, Case, Outcome, Simulate, Task, cores, simulating
 from ddp_lab.planner.rates import Price, listed_price
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN, WIDTH
-from ddp_lab.planner.report.command_line import runner_command
 from ddp_lab.planner.report.recommendation import gib, reasons, recommended
 from ddp_lab.planner.report.table import Plan
-from ddp_lab.planner.report.wording import certainty, headline, notes
+from ddp_lab.planner.report.wording import certainty, headline, notes, runner_command
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError

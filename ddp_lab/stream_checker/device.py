@@ -14,9 +14,10 @@ from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_lab.planner.costs.calls import tensors_in
 from ddp_lab.strategy.communication.agreement import StepAgreement
 from ddp_lab.strategy.communication.verdict import ReadLater
-from ddp_lab.stream_checker.order import Event, Memory, Stream, tensors_in
+from ddp_lab.stream_checker.order import Event, Memory, Stream
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = (str(Path(__file__).parent), str(ROOT / ".venv"))
@@ -71,7 +72,7 @@ class Device(TorchDispatchMode):
         inputs = tensors_in((*args, *kwargs.values()))
         if inputs and all(map(self.is_of_host, inputs)):
             answer = func(*args, **kwargs)
-            for tensor in tensors_in(answer):
+            for tensor in tensors_in((answer,)):
                 self.is_pinned(tensor)
             return answer
         if name in WAITING:
@@ -82,7 +83,7 @@ class Device(TorchDispatchMode):
             self._record(name, reads, writes)
         answer = func(*args, **kwargs)
         if not is_view(func):
-            made = [tensor for tensor in tensors_in(answer) if all(tensor is not old for old in (*reads, *writes))]
+            made = [tensor for tensor in tensors_in((answer,)) if all(tensor is not old for old in (*reads, *writes))]
             if made:
                 self.memory.allocated(self.current)
                 self._record(name, [], made, launches=not (reads or writes))
@@ -148,7 +149,7 @@ def accessed(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tens
     pairs = [*zip(func._schema.arguments, args, strict=False), *((named[key], value) for key, value in kwargs.items())]
     for argument, value in pairs:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if is_written else reads).extend(tensors_in(value))
+        (writes if is_written else reads).extend(tensors_in((value,)))
     return reads, writes
 
 

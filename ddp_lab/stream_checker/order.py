@@ -9,7 +9,6 @@ one of them writes, and neither knows of the other.
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -150,12 +149,3 @@ def span(tensor: Tensor) -> tuple[int, int]:
     first = tensor.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(first * tensor.element_size()), int((last + 1) * tensor.element_size())
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in arguments of an operator: alone, or in lists."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, list | tuple):
-        return [tensor for part in tree for tensor in tensors_in(part)]
-    return []

@@ -24,9 +24,9 @@ from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
 from ddp_lab.planner.plan import Case, Outcome
 from ddp_lab.planner.rates import TABLE, flops_of_a_sample, listed_price, multiplied
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, WIDTH
-from ddp_lab.planner.report.command_line import runner_command
 from ddp_lab.planner.report.recommendation import reasons, recommended
 from ddp_lab.planner.report.table import Plan, framed, interval
+from ddp_lab.planner.report.wording import runner_command
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config

@@ -14,12 +14,11 @@ from typing import Annotated, Any
 import msgspec
 
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.watch.mismatch import MESSAGES
 
 _RANKS = re.compile(r"(?:ranks )?\[?(\d{1,6}(?:-\d{1,6})?(?:, ?\d{1,6}(?:-\d{1,6})?)*)\]?(?: \(\d{1,4}\))?")
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
 
-MESSAGES = ("send", "recv")
-"""Kinds of this project's record in which one rank does what another does not."""
 MOST_RANKS = 1_000_000
 """More than any job has. A file with a larger number is refused."""
 

@@ -1,7 +1,7 @@
 """Choices over a mesh of pretended ranks: the groups, and the parts of the model, are made by the code that runs make
 theirs with."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from ddp_lab.runtime.mesh import CONTEXT, PIPELINE, TENSOR, Mesh, MeshGroups, me
 from ddp_lab.runtime.settings.mesh import RING
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
+from expert_parallel import dispatch, experts
 from pipeline_parallel import channels
 
 CPU = torch.device("cpu")
@@ -133,3 +134,32 @@ def on_mesh(
         with mock.patch.object(channels, "Channel", partial(KnownChannel, forms)):
             options = replace(options, model_parallel=parallelize(module, config, groups, CPU))
     return replace(options, shard_groups=groups.shard_groups)
+
+
+@contextmanager
+def evenly_routed(is_cuda: bool, on_wait: Callable[[], object]) -> Iterator[None]:
+    """Within this context ranks send equally many rows to each expert, and none is dropped.
+
+    Args:
+        is_cuda: The device is a GPU, where one kernel multiplies the rows of all experts.
+        on_wait: Called where the host waits for the device.
+    """
+
+    def even(both: Tensor, rows: int) -> list[list[list[int]]]:
+        on_wait()
+        _, ranks, own = both.shape
+        counts = evenly(rows, ranks * own)
+        by_rank = [counts[first : first + own] for first in range(0, ranks * own, own)]
+        return [by_rank, by_rank]  # as many rows come as go
+
+    with (
+        mock.patch.object(dispatch, "on_host", even),
+        mock.patch.object(experts, "has_kernel", lambda _: is_cuda),
+    ):
+        yield
+
+
+def evenly(rows: int, experts: int) -> list[int]:
+    """Rows of each expert. The first ones have one more, where they do not divide."""
+    each, more = divmod(rows, experts)
+    return [each + (expert < more) for expert in range(experts)]

@@ -20,9 +20,8 @@ from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.costs.links import MESSAGE, LinkCosts
 from ddp_lab.planner.models import first_line
 from ddp_lab.planner.simulation.clock import Clock
-from ddp_lab.planner.simulation.experts import evenly_routed
 from ddp_lab.planner.simulation.memory import HOST, MemoryTracker
-from ddp_lab.planner.simulation.meshed import Forms, groups_of, load, on_mesh, pipeline_of, speaker
+from ddp_lab.planner.simulation.meshed import Forms, evenly_routed, groups_of, load, on_mesh, pipeline_of, speaker
 from ddp_lab.planner.simulation.network import CannotSimulate, Issued, Network, StepObserver
 from ddp_lab.planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
 from ddp_lab.planner.simulation.process_group import pretended_world

@@ -25,13 +25,13 @@ from torch._C._distributed_c10d import (
     GatherOptions,
     HookOpName,
     ScatterOptions,
+    _unregister_process_group,
 )
 
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link import schedule
 from ddp_lab.runtime.link.delivery import Delivery, as_operator
 from ddp_lab.runtime.link.ledger import Ledger
-from ddp_lab.runtime.link.registers import forget
 from ddp_lab.runtime.link.schedule import Schedule
 
 
@@ -225,6 +225,32 @@ class PacedGroup(dist.ProcessGroup):
             self._messages[key] = Delivery(f"{self.group_name} {key}", self._ledger, members, own)
         go, messages = self._messages[key].send, schedule.message(nbytes(tensors))
         return self._seen(go(kind, tensors[0], messages, lambda: issue(tensors, ends[1 - own], tag)))
+
+
+# Where torch keeps its process groups ---------------------------------------------------------------------------------
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """Take `group` out, so that another can have its name."""
+    world = c10d._world
+    _unregister_process_group(group.group_name)
+    for register in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+        register.pop(group, None)
+    for groups in world.tags_to_pg.values():
+        if group in groups:
+            groups.remove(group)
+
+
+def replace_default(old: dist.ProcessGroup, new: dist.ProcessGroup) -> None:
+    """Make `new` the default group in the place of `old`, whose name it has."""
+    world = c10d._world
+    (backend, store), config, ranks = world.pg_map[old], world.pg_backend_config[old], world.pg_group_ranks[old]
+    forget(old)
+    c10d._register_pg_in_world(new, backend, store, new.group_name, config, ranks, add_to_default_tag=True)
+    c10d._update_default_pg(new)
+
+
+# Helpers --------------------------------------------------------------------------------------------------------------
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
-from ddp_lab.runtime.link.group import PacedGroup
+from ddp_lab.runtime.link.group import PacedGroup, replace_default
 from ddp_lab.runtime.link.ledger import Ledger, make_file
-from ddp_lab.runtime.link.registers import replace_default
 from ddp_lab.runtime.link.speed import Link, Nodes
 
 

@@ -5,13 +5,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ddp_lab.runtime.loop import TrainingResult
+from ddp_lab.runtime.watch.mismatch import MESSAGES
 from ddp_lab.runtime.watch.rank_state import Entry
 
 AWAITED = 0.9
 """Of the collectives that a rank issues, the share for which Python must wait: C++ waits for those of PyTorch DDP."""
 FEWEST_STEPS = 3
-MESSAGES = ("send", "recv")
-"""Two ranks number them apart."""
 Call = tuple[int, str, int]
 """Step, process group, and number of the collective in it."""
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from ddp_lab.runtime.watch.rank_state import NUMBERS, Entry, RankNames, RankState
 
 MESSAGES = frozenset(("send", "recv"))
-"""Kinds in which one rank does what another does not."""
+"""Kinds in which one rank does what another does not. Two ranks number them apart."""
 UNEVEN = MESSAGES | {"all_to_all"}
 """Kinds in which ranks may issue different sizes, or nothing at all."""
 ADVICE = "ranks must issue the same collectives in the same order"

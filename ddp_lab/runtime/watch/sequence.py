@@ -18,8 +18,9 @@ Strategies do not know of this. A process has one `CollectiveRecorder` or none; 
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -245,8 +246,6 @@ def recorded_collectives(
         names: How errors name ranks.
     """
     recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort, names)
-    plain_waits = {kind: kind.wait for kind in WAITED_FOR}
-    plain_makers = {name: getattr(c10d, name) for name in MAKERS}
 
     def recording(plain: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -266,18 +265,13 @@ def recorded_collectives(
         return make
 
     assert dist.group.WORLD is not None, "join the process group first"
-    observe(recorder)
-    recorder.follow(dist.group.WORLD)
-    for kind, plain in plain_waits.items():
-        kind.wait = recording(plain)  # type: ignore[method-assign]
-    for name, maker in plain_makers.items():
-        setattr(c10d, name, following(maker))
-    try:
+    with ExitStack() as stack:
+        stack.callback(observe, None)
+        observe(recorder)
+        stack.callback(recorder.stop)
+        recorder.follow(dist.group.WORLD)
+        for kind in WAITED_FOR:
+            stack.enter_context(mock.patch.object(kind, "wait", recording(kind.wait)))
+        for name in MAKERS:
+            stack.enter_context(mock.patch.object(c10d, name, following(getattr(c10d, name))))
         yield
-    finally:
-        for kind, plain in plain_waits.items():
-            kind.wait = plain  # type: ignore[method-assign]
-        for name, maker in plain_makers.items():
-            setattr(c10d, name, maker)
-        recorder.stop()
-        observe(None)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from ddp_lab.analysis.metrics.buckets import MOST_PLACES, buckets
 from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.metrics.stragglers import stragglers
+from ddp_lab.analysis.report.pages.exposure import MOST_PLACES, buckets
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.collectives import only_group

@@ -14,7 +14,6 @@ from ddp_lab.analysis.comparison.conclusion import Verdict, fastest, leanest, ve
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Difference, affected, by_class, class_of
 from ddp_lab.analysis.comparison.steady import COMPUTE, MOST, STEP, Steady, steady, work_of
 from ddp_lab.analysis.comparison.traced import Traced
-from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.metrics.significance import FEWEST_PAIRS, fewest_pairs
 from ddp_lab.analysis.metrics.utilization import peak_of
@@ -25,6 +24,7 @@ from ddp_lab.analysis.report.page import Section, cell, drawing, render, titled,
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.report.pages.opening import opening
 from ddp_lab.analysis.traces.collectives import KINDS
+from ddp_lab.runtime.cli import listed
 
 HOW_TESTED = (
     "Step k of every choice trains on the same samples, so times are compared step by step. Ratio and 95 % interval: "

@@ -7,7 +7,6 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import BUCKET_COLUMNS, DIMENSION_COLUMNS, EXPOSURE_COLUMNS, Column
 from ddp_lab.analysis.mesh import Mesh
-from ddp_lab.analysis.metrics.buckets import MOST_PLACES, buckets
 from ddp_lab.analysis.metrics.dimensions import mean_by_dimension
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.stragglers import by_rank, has_stages, stragglers, verdict
@@ -15,6 +14,7 @@ from ddp_lab.analysis.report.figures.ranks import ranks_figure
 from ddp_lab.analysis.report.figures.times import parts_figure
 from ddp_lab.analysis.report.page import Section, drawing, table
 from ddp_lab.analysis.report.pages.ranks import abridged, representatives
+from ddp_lab.analysis.traces.collectives import label
 
 LATE_COLUMNS = {
     "rank": EXPOSURE_COLUMNS["rank"],
@@ -47,6 +47,35 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
         return sections
     steps = exposure.steps["step"].nunique()
     return [*sections, straggler_section(exposure), bucket_section(buckets(exposure.collectives, steps))]
+
+
+MOST_PLACES = 32
+"""Up to this many calls of a step get a row each. If there are more, calls of one kind and size share a row."""
+
+
+def buckets(collectives: pd.DataFrame, steps: int) -> pd.DataFrame:
+    """The table of `collectives.csv` by place in the step, or by kind and size (`BUCKET_COLUMNS`).
+
+    Counts and sums are means over steps and participating ranks. Times of a call are medians.
+
+    Args:
+        steps: Number of analysed steps.
+    """
+    named = collectives.assign(
+        group=collectives["dimension"].where(collectives["dimension"] != "", collectives["group"]),
+        kind=[label(*call) for call in zip(collectives["kind"], collectives["made_of"], strict=True)],
+    )
+    places = len(named[["group", "sequence", "kind"]].drop_duplicates())
+    alike = named["sequence" if places <= MOST_PLACES else "bytes"]
+    calls = named.assign(alike=alike, place=named["sequence"]).groupby(["group", "kind", "alike"], dropna=False)
+    medians = calls[["bytes", "after_backward_ms", "duration_ms", "busbw_gbps"]].median()
+    means = calls.agg(
+        calls_per_step=("rank", "size"),
+        total_ms_per_step=("duration_ms", "sum"),
+        exposed_ms_per_step=("exposed_ms", "sum"),
+    ).div(steps * calls["rank"].nunique(), axis="index")
+    table = medians.join([means, calls["place"].min()]).reset_index()
+    return table.sort_values(["group", "place"], kind="stable")[list(BUCKET_COLUMNS)].reset_index(drop=True)
 
 
 def unmatched(calls: pd.DataFrame) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 import pandas as pd
 
 from ddp_lab.analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
-from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.mesh import Mesh, mesh_of, sharding_ranks
 from ddp_lab.analysis.metrics.pipeline import pipeline_steps
@@ -25,6 +24,7 @@ from ddp_lab.analysis.report.pages.ranks import abridged, ranks_section, represe
 from ddp_lab.analysis.report.pages.tables import audit_table, collectives_table, memory_table
 from ddp_lab.analysis.summary import WindowAnalysis
 from ddp_lab.analysis.traces.timeline import RankTimeline
+from ddp_lab.runtime.cli import listed
 
 KERNEL_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
