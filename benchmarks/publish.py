@@ -15,7 +15,6 @@ import datetime
 import hashlib
 import json
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -118,12 +117,11 @@ def machine() -> str:
     """Hardware and torch of this machine, in words, without its name."""
     import torch
 
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    from ddp_lab.planner.costs.hardware import physical_memory
+    from ddp_lab.runtime.records.record import cpu_name
+
     gpus = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) or "no GPU"
-    return f"{os.cpu_count()} cores of {cpu}, {gibibytes:.0f} GiB, {gpus}, torch {torch.__version__}"
+    return f"{cpu_name()}, {physical_memory() / 2**30:.0f} GiB, {gpus}, torch {torch.__version__}"
 
 
 def render(root: Path, data: Data, is_dry: bool) -> list[str]:
