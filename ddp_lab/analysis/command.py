@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddp_lab.analysis.traces.finding import SUFFIXES, Window, find_windows, group_by_window
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.cli import listed
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.errors import UserError, listed
 from ddp_lab.untrusted import add_limit
 
 if TYPE_CHECKING:

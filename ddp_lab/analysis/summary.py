@@ -24,8 +24,7 @@ from ddp_lab.analysis.traces.collectives import KINDS, sent_bytes
 from ddp_lab.analysis.traces.finding import OWN_NAME, Window, missing_ranks, rank_in_path
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
-from ddp_lab.runtime.cli import listed
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.errors import UserError, listed
 
 KIND_SENTENCES = {
     "cpu": "CPU trace: operators of the training thread and Gloo spans, lowered to kernels on virtual streams.",

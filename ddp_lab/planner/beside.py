@@ -11,8 +11,7 @@ from ddp_lab.planner.plan import Case, Outcome, Task, outcomes
 from ddp_lab.planner.report.recommendation import Row, gib, recommended
 from ddp_lab.planner.report.table import Plan, rates
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.cli import listed
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.errors import UserError, listed
 from ddp_lab.runtime.settings.data import CAUSAL_LM
 from ddp_lab.strategy.recompute.setting import NONE, SELECTIVE
 

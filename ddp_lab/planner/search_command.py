@@ -29,8 +29,7 @@ from ddp_lab.planner.report.findings import (
 from ddp_lab.planner.report.recommendation import gib
 from ddp_lab.planner.report.table import Plan, framed, row
 from ddp_lab.planner.report.wording import certainty, headline
-from ddp_lab.planner.search import SEARCHED, Search, roots
-from ddp_lab.planner.ways import LEVELS, Ways
+from ddp_lab.planner.search import LEVELS, SEARCHED, Search, Ways, roots
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +15,6 @@ TEXTS = ("prompt",)
 """Arguments that are no names of anything, so that they may have several lines."""
 UNFIT = ("Cc", "Zl", "Zp", "Cs")
 """Unicode's categories of control characters, of what breaks lines, and of what stands for bytes that are not UTF-8."""
-MOST_LISTED = 12
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -57,14 +56,6 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     return f"unknown {what} '{name}'; {hint}"
-
-
-def listed(things: Sequence[object]) -> str:
-    """`a`; `a and b`; `a, b and c`; of many, the first few and how many more."""
-    if len(things) > MOST_LISTED:
-        return f"{', '.join(map(str, things[:MOST_LISTED]))} and {len(things) - MOST_LISTED} more"
-    names = [str(thing) for thing in things]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:

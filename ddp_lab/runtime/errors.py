@@ -5,8 +5,11 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+MOST_LISTED = 12
 
 
 class AgreedError(Exception):
@@ -149,3 +152,11 @@ def speaks_for_node() -> bool:
         except OSError:
             pass
     return os.environ.get("RANK", "0") == "0"
+
+
+def listed(things: Sequence[object]) -> str:
+    """`a`; `a and b`; `a, b and c`; of many, the first few and how many more."""
+    if len(things) > MOST_LISTED:
+        return f"{', '.join(map(str, things[:MOST_LISTED]))} and {len(things) - MOST_LISTED} more"
+    names = [str(thing) for thing in things]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -17,10 +17,9 @@ from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, Outcome, Task, simulate_step
 from ddp_lab.planner.report.findings import best_and_front
 from ddp_lab.planner.report.table import row
-from ddp_lab.planner.search import Search, roots
+from ddp_lab.planner.search import LEVELS, Search, Ways, roots
 from ddp_lab.planner.search_command import near
 from ddp_lab.planner.simulation.simulate import simulate
-from ddp_lab.planner.ways import LEVELS, Ways
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from tests.in_process import run_in_process

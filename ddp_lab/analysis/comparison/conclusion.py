@@ -9,7 +9,7 @@ from ddp_lab.analysis.columns import COMPARISON_COLUMNS
 from ddp_lab.analysis.comparison.compare import IS_REFERENCE, UNKNOWN, VERDICTS, Standing
 from ddp_lab.analysis.comparison.fairness import TIME
 from ddp_lab.analysis.metrics.significance import fewest_pairs
-from ddp_lab.runtime.cli import listed
+from ddp_lab.runtime.errors import listed
 
 FASTER, ALIKE, SLOWER = VERDICTS[-1], VERDICTS[0], VERDICTS[1]
 WORTH_NAMING = 0.2

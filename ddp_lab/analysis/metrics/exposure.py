@@ -6,7 +6,7 @@ issued first, since compute needs their results in that order. But messages of a
 where a pass waits for them, and where nothing else runs.
 
 On a CPU a step is the host's. On a device it is the time between the ends of the last kernels that two steps launched
-(`traces.steps.device_windows`), since the host runs ahead. Kernels of the next step may run before that, on another
+(`traces.timeline.device_windows`), since the host runs ahead. Kernels of the next step may run before that, on another
 stream: a prefetched all-gather, or compute under the last collective of a step. They count in the step in which they
 run, so that hidden communication is hidden wherever it is, and each moment counts once.
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ddp_lab.planner.plan import Case, Outcome
 from ddp_lab.planner.report.recommendation import AS_FAST, Row, gib, is_roomy, is_tight
 from ddp_lab.planner.report.wording import runner_command
-from ddp_lab.planner.ways import Ways
+from ddp_lab.planner.search import Ways
 from ddp_lab.strategy.recompute.setting import NONE
 
 MOST_ROWS = 10

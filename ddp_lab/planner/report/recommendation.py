@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_lab.runtime.cli import listed
+from ddp_lab.runtime.errors import listed
 
 GIB = 2**30
 AS_FAST = 0.02

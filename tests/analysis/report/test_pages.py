@@ -17,8 +17,7 @@ from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.report.figures import axis_end
 from ddp_lab.analysis.report.figures.lanes_figure import drawn_lanes, lanes_figure
 from ddp_lab.analysis.report.figures.memory import memory_figure
-from ddp_lab.analysis.report.figures.ranks import ranks_figure
-from ddp_lab.analysis.report.figures.times import PARTS, loss_figure, parts_figure
+from ddp_lab.analysis.report.figures.times import PARTS, loss_figure, parts_figure, ranks_figure
 from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.report.pages.summary import lanes_section, write_summary

@@ -24,7 +24,7 @@ from ddp_lab.analysis.report.page import Section, cell, drawing, render, titled,
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.report.pages.opening import opening
 from ddp_lab.analysis.traces.collectives import KINDS
-from ddp_lab.runtime.cli import listed
+from ddp_lab.runtime.errors import listed
 
 HOW_TESTED = (
     "Step k of every choice trains on the same samples, so times are compared step by step. Ratio and 95 % interval: "

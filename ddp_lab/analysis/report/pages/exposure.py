@@ -10,8 +10,7 @@ from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.dimensions import mean_by_dimension
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.stragglers import by_rank, has_stages, stragglers, verdict
-from ddp_lab.analysis.report.figures.ranks import ranks_figure
-from ddp_lab.analysis.report.figures.times import parts_figure
+from ddp_lab.analysis.report.figures.times import parts_figure, ranks_figure
 from ddp_lab.analysis.report.page import Section, drawing, table
 from ddp_lab.analysis.report.pages.ranks import abridged, representatives
 from ddp_lab.analysis.traces.collectives import label

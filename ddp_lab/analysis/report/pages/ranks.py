@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from ddp_lab.analysis.report.figures.ranks import ranks_figure
+from ddp_lab.analysis.report.figures.times import ranks_figure
 from ddp_lab.analysis.report.page import Section, drawing
 
 MOST_RANKS = 16

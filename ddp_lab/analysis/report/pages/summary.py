@@ -24,7 +24,7 @@ from ddp_lab.analysis.report.pages.ranks import abridged, ranks_section, represe
 from ddp_lab.analysis.report.pages.tables import audit_table, collectives_table, memory_table
 from ddp_lab.analysis.summary import WindowAnalysis
 from ddp_lab.analysis.traces.timeline import RankTimeline
-from ddp_lab.runtime.cli import listed
+from ddp_lab.runtime.errors import listed
 
 KERNEL_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
