@@ -1,7 +1,7 @@
 """In which process group a collective ran, and which ranks that is.
 
 A run leaves a mark within each `c10d::` operator: an event of no length named `group ranks 0,2, tp`
-(`ddp_lab.runtime.watch.group_marks`). Kernels of NCCL name their group themselves.
+(`ddp_lab.runtime.watch.sequence`). Kernels of NCCL name their group themselves.
 """
 
 import re
