@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -199,30 +200,27 @@ def default_group(make: Callable[[str], Group], world_size: int, config: str) ->
     What `torch.distributed` knew before (a real default group, perhaps) is there again afterwards.
     """
     world = c10d._world
-    registers = {name: getattr(c10d, name) for name in REGISTERS}
     state, default_pg, count = world.__dict__, world.default_pg, world.group_count
-    for name in REGISTERS:
-        setattr(c10d, name, {})
-    world.__dict__ = type(world)().__dict__
-    group_name = c10d._process_group_name([], use_hashed_name=False)
-    group = make(group_name)
-    try:
-        c10d._register_pg_in_world(
-            group,
-            backend_name=c10d.Backend(config),
-            store=dist.HashStore(),
-            group_name=group_name,
-            backend_config=config,
-            rank_mapping={member: member for member in range(world_size)},
-            add_to_default_tag=True,
-        )
-        c10d._update_default_pg(group)
-        yield group
-    finally:
-        for name in c10d._pg_names.values():
-            torch._C._distributed_c10d._unregister_process_group(name)
-        for name, register in registers.items():
-            setattr(c10d, name, register)
-        world.__dict__ = state
-        c10d._update_default_pg(default_pg)
-        world.group_count = count
+    registers: dict[str, Any] = {name: {} for name in REGISTERS}
+    with mock.patch.multiple(c10d, **registers):
+        world.__dict__ = type(world)().__dict__
+        group_name = c10d._process_group_name([], use_hashed_name=False)
+        group = make(group_name)
+        try:
+            c10d._register_pg_in_world(
+                group,
+                backend_name=c10d.Backend(config),
+                store=dist.HashStore(),
+                group_name=group_name,
+                backend_config=config,
+                rank_mapping={member: member for member in range(world_size)},
+                add_to_default_tag=True,
+            )
+            c10d._update_default_pg(group)
+            yield group
+        finally:
+            for name in c10d._pg_names.values():
+                torch._C._distributed_c10d._unregister_process_group(name)
+            world.__dict__ = state
+            c10d._update_default_pg(default_pg)
+            world.group_count = count

@@ -7,13 +7,14 @@ socket that listens already.
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
 LOOPBACK = "127.0.0.1"
-NAME = "TCPStore"
 
 
 class LoopbackStore(dist.TCPStore):
@@ -31,11 +32,6 @@ class LoopbackStore(dist.TCPStore):
 def stores_on_loopback() -> Iterator[None]:
     """Within this context, the agent of `torchrun` in this process creates stores that only this machine can reach. Its
     `local_addr` must be `LOOPBACK`."""
-    plain, modules = dist.TCPStore, (dist, c10d_rendezvous_backend)  # where torchrun takes the class from
-    for module in modules:
-        setattr(module, NAME, LoopbackStore)
-    try:
+    patched = partial(mock.patch.object, attribute="TCPStore", new=LoopbackStore)
+    with patched(dist), patched(c10d_rendezvous_backend):  # where torchrun takes the class from
         yield
-    finally:
-        for module in modules:
-            setattr(module, NAME, plain)
