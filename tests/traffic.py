@@ -3,7 +3,7 @@
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,10 @@ import torch.distributed.distributed_c10d as c10d
 
 from ddp_lab.runtime.watch.mismatch import MESSAGES
 from ddp_lab.runtime.watch.sequence import SIZED_BY_OUTPUT, described
+from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.interface import Strategy
 
-HOOK = 41
+HOOK, CLIP = 41, 1.0
 Totals = dict[tuple[str, int], tuple[int, int]]
 """Calls and bytes, by kind and group size."""
 
@@ -44,6 +45,17 @@ def counted() -> Iterator[Totals]:
     finally:
         for group in groups:
             group.unregister_pre_hook(HOOK)
+
+
+def counted_step(strategy: Strategy, micro_batches: Sequence[MicroBatch]) -> Totals:
+    """What an optimizer step issues that clips, to the end of all its communication."""
+    with counted() as totals:
+        strategy.zero_grad()
+        strategy.forward_backward(micro_batches)
+        strategy.clip_grad_norm_(CLIP)
+        strategy.step()
+        strategy.finish_parameter_synchronization()
+    return totals
 
 
 def count(totals: Totals, group_size: int, call: Any) -> None:

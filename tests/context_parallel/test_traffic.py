@@ -7,19 +7,14 @@ from tests.models import make_batch
 from tests.pipeline_parallel.pipelines import strategy_in_pipeline
 from tests.ranks import RankPool
 from tests.tables import each_row
-from tests.traffic import announced, counted
+from tests.traffic import announced, counted_step
 
 
 def one_step(mesh: str, choice: str, model: str, options: dict[str, Any]) -> Any:
     """Of the second step of two micro-batches: announced, and issued in all groups."""
     with strategy_in_pipeline(mesh, choice, model, **options) as strategy:
         for step in range(2):
-            with counted() as issued:
-                strategy.zero_grad()
-                strategy.forward_backward([make_batch(model, 3, 10 * step + index) for index in range(2)])
-                strategy.clip_grad_norm_(1.0)
-                strategy.step()
-                strategy.finish_parameter_synchronization()
+            issued = counted_step(strategy, [make_batch(model, 3, 10 * step + index) for index in range(2)])
         return announced(strategy, 2, clips=True), issued
 
 

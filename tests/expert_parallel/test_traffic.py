@@ -9,20 +9,15 @@ from tests.models import make_batch
 from tests.pipeline_parallel.pipelines import strategy_in_pipeline
 from tests.ranks import RankPool
 from tests.tables import each_row
-from tests.traffic import Totals, announced, counted
+from tests.traffic import Totals, announced, counted_step
 
 
 def one_step(mesh: str, choice: str, model: str, micro_batches: int, options: dict[str, Any]) -> tuple[Totals, Totals]:
     """Of the second step: announced, and issued in all groups."""
     with strategy_in_pipeline(mesh, choice, model, **options) as strategy:
         for step in range(2):
-            with counted() as issued:
-                strategy.zero_grad()
-                seeds = [100 * strategy.group_rank + 10 * step + index for index in range(micro_batches)]
-                strategy.forward_backward([make_batch(model, 3, seed) for seed in seeds])
-                strategy.clip_grad_norm_(1.0)
-                strategy.step()
-                strategy.finish_parameter_synchronization()
+            seeds = [100 * strategy.group_rank + 10 * step + index for index in range(micro_batches)]
+            issued = counted_step(strategy, [make_batch(model, 3, seed) for seed in seeds])
         return announced(strategy, micro_batches, clips=True), issued
 
 

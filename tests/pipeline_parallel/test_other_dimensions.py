@@ -18,7 +18,7 @@ from tests.pipeline_parallel.test_parity import check_in_pipeline
 from tests.ranks import RankPool
 from tests.tables import each_row
 from tests.tensor_parallel.meshes import HAND_WRITTEN
-from tests.traffic import announced, counted
+from tests.traffic import announced, counted_step
 
 MESHES = ("pp=2,tp=2", "dp=2,pp=2,tp=2", "replicate=2,shard=2,pp=2")
 WHOLE, CUT = {"sequence_parallel": False}, {"sequence_parallel": True}
@@ -61,12 +61,7 @@ def one_step(choice: str, model: str, schedule: str, options: dict[str, Any]) ->
     per_rank = 2 if schedule == "interleaved" else 1
     with strategy_in_pipeline("dp=2,pp=2,tp=2", choice, model, schedule, per_rank, **options) as strategy:
         for _ in range(2):
-            with counted() as issued:
-                strategy.zero_grad()
-                strategy.forward_backward([make_batch(model, 3, seed) for seed in range(2)])
-                strategy.clip_grad_norm_(1.0)
-                strategy.step()
-                strategy.finish_parameter_synchronization()
+            issued = counted_step(strategy, [make_batch(model, 3, seed) for seed in range(2)])
         return announced(strategy, 2, clips=True), issued
 
 

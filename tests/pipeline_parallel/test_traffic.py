@@ -8,7 +8,7 @@ from tests.models import make_batch
 from tests.pipeline_parallel.pipelines import strategy_in_pipeline
 from tests.ranks import RankPool
 from tests.tables import each_row
-from tests.traffic import announced, counted
+from tests.traffic import announced, counted_step
 
 SAMPLES = 3
 
@@ -18,13 +18,8 @@ def one_step(mesh: str, choice: str, model: str, micro_batches: int, *schedule: 
     with strategy_in_pipeline(mesh, choice, model, *schedule) as strategy:
         assert not any(part.dimension == "pp" for part in strategy.expected_traffic(micro_batches)), "not known yet"
         for step in range(2):
-            with counted() as issued:
-                strategy.zero_grad()
-                batches = [make_batch(model, SAMPLES, 10 * step + index) for index in range(micro_batches)]
-                strategy.forward_backward(batches)
-                strategy.clip_grad_norm_(1.0)
-                strategy.step()
-                strategy.finish_parameter_synchronization()
+            batches = [make_batch(model, SAMPLES, 10 * step + index) for index in range(micro_batches)]
+            issued = counted_step(strategy, batches)
         config: Any = strategy.module.config
         tokens = batches[0]["input_ids"].numel()
         hidden, embedding = 4 * tokens * config.hidden_size, 4 * config.vocab_size * config.hidden_size

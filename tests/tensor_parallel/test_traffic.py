@@ -6,28 +6,19 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ddp_lab.strategy.interface import Strategy
 from tests.models import make_batch
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import strategy_on_mesh
-from tests.traffic import announced, counted
+from tests.traffic import announced, counted_step
 
 
 def one_step(mesh: str, choice: str, model: str, micro_batches: int, sequence_parallel: bool, options: Any) -> Any:
     """Of the second step: announced, and issued in all groups."""
     batch_of = even_batch if choice.startswith("pytorch") else partial(make_batch, samples=3)
-
-    def run(strategy: Strategy, step: int) -> None:
-        strategy.zero_grad()
-        strategy.forward_backward([batch_of(model, seed=10 * step + index) for index in range(micro_batches)])
-        strategy.clip_grad_norm_(1.0)
-        strategy.step()
-        strategy.finish_parameter_synchronization()
-
     with strategy_on_mesh(mesh, choice, model, sequence_parallel, **options) as strategy:
-        run(strategy, 0)
-        with counted() as issued:
-            run(strategy, 1)
+        for step in range(2):
+            batches = [batch_of(model, seed=10 * step + index) for index in range(micro_batches)]
+            issued = counted_step(strategy, batches)
         return announced(strategy, micro_batches, clips=True), issued
 
 

@@ -28,9 +28,8 @@ from tests.pipeline_parallel.pipelines import strategy_in_pipeline
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import strategy_on_mesh
-from tests.traffic import Totals, add, announced, counted
+from tests.traffic import CLIP, Totals, add, announced, counted_step
 
-CLIP = 1.0
 CASES = [
     ("dp=2,tp=2", "tp", "lm, llama", 1, False, {"bucket_cap_mb": 25.0}),
     ("dp=2,tp=2", "simple_ddp", "lm, gpt2", 2, False, {"precision": "bf16"}),
@@ -85,12 +84,7 @@ def real_step(
         for _ in range(2):  # in the first, not all is there yet
             recorded = record_step_memory(strategy, step, CLIP)
         strategy.finish_parameter_synchronization()
-        with counted() as totals:
-            strategy.zero_grad()
-            strategy.forward_backward(step.micro_batches)
-            strategy.clip_grad_norm_(CLIP)
-            strategy.step()
-            strategy.finish_parameter_synchronization()
+        totals = counted_step(strategy, step.micro_batches)
         assert recorded is not None
         batch = storage_bytes(tensor for one in step.micro_batches for tensor in one.values())
         return totals, strategy.memory_breakdown(), recorded["peak_bytes"] + batch
