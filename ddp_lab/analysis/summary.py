@@ -13,9 +13,8 @@ from typing import Any
 import pandas as pd
 
 from ddp_lab.analysis.mesh import mesh_of
-from ddp_lab.analysis.metrics.agreement import disagreements
 from ddp_lab.analysis.metrics.audit import audit
-from ddp_lab.analysis.metrics.exposure import Exposure, exposure
+from ddp_lab.analysis.metrics.exposure import Exposure, disagreements, exposure
 from ddp_lab.analysis.metrics.holistic import holistic_figures
 from ddp_lab.analysis.metrics.memory import memory_row
 from ddp_lab.analysis.metrics.pipeline import pipelines
@@ -49,7 +48,7 @@ class WindowAnalysis:
         problems: What of the run cannot be used, a sentence each. A window with problems is incomplete, and has no
             figures that compare ranks.
         doubts: A line for each trace with something wrong in it, and for ranks that do not fit together
-            (`traces.checks`, `metrics.agreement`).
+            (`traces.checks`, `metrics.exposure.disagreements`).
     """
 
     window: Window

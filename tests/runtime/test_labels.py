@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from ddp_lab.runtime.data import hub
-from ddp_lab.runtime.data.labels import Labels
+from ddp_lab.runtime.data.hub import Labels
 from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 

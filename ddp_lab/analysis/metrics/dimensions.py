@@ -66,8 +66,3 @@ def dimension_steps(
                 }
             )
     return pd.DataFrame(rows, columns=list(DIMENSION_COLUMNS))
-
-
-def mean_by_dimension(table: pd.DataFrame) -> pd.DataFrame:
-    """The table of `dimension_steps` of all ranks as means over steps: a row a rank and dimension."""
-    return table.drop(columns="step").groupby(["rank", "dimension"], sort=False).mean().reset_index()

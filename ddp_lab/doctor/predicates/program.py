@@ -139,7 +139,8 @@ def watchdog_timeout(facts: Facts) -> Match | None:
     details = []
     if facts.timeouts:
         first = min(facts.timeouts, key=lambda timeout: timeout.seq or 0)
-        number = f", number {first.seq} of {_group_in_words(first)}" if first.seq is not None else ""
+        group = f"group {printable(first.group)}" if first.group is not None else "its group"
+        number = f", number {first.seq} of {group}" if first.seq is not None else ""
         local = "" if first.in_job or first.rank is None else " (numbers in their group)"
         who = f"{ranks_in_words(ranks)}{local} gave up; the first is" if ranks else "It is"
         details = [f"{who} {first.kind}{number}."]
@@ -158,10 +159,6 @@ def watchdog_timeout(facts: Facts) -> Match | None:
         details.append(f"{ranks_in_words(silent)} reported no timeout: look there first.")
     lines = [timeout.line for timeout in facts.timeouts] + [one.line for one in facts.gave_up]
     return Match(lines, details) if lines else None
-
-
-def _group_in_words(timeout: Timeout) -> str:
-    return f"group {printable(timeout.group)}" if timeout.group is not None else "its group"
 
 
 def different_versions(facts: Facts) -> Match | None:

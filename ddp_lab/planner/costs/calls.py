@@ -57,12 +57,8 @@ FLOPS: Mapping[Any, Callable[..., int]] = {
 times its weight; the gradient of that weight)."""
 
 NOT_COMPUTE = frozenset({"prim", "profiler", "c10d", "_c10d_functional"})
-"""Namespaces of operators that read properties of tensors, mark a profile, or communicate."""
-
-
-def is_compute(function: torch._ops.OpOverload) -> bool:
-    """Whether a record times the operator and the simulator charges for it."""
-    return function.namespace not in NOT_COMPUTE
+"""Namespaces of operators that read properties of tensors, mark a profile, or communicate. A record times the others,
+and the simulator charges for them."""
 
 
 def touches_data(function: torch._ops.OpOverload) -> bool:

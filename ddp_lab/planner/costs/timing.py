@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.costs.calls import is_compute, operator_call
+from ddp_lab.planner.costs.calls import NOT_COMPUTE, operator_call
 from ddp_lab.planner.costs.record import SCHEMA_VERSION, key_of
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.records.record import device_name, package_versions
@@ -83,7 +83,7 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not is_compute(func):
+        if func.namespace in NOT_COMPUTE:
             return func(*args, **kwargs)
         with record_function(f"{MARK}{len(self.seen)}"):
             answer = func(*args, **kwargs)

@@ -7,7 +7,6 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import BUCKET_COLUMNS, DIMENSION_COLUMNS, EXPOSURE_COLUMNS, Column
 from ddp_lab.analysis.mesh import Mesh
-from ddp_lab.analysis.metrics.dimensions import mean_by_dimension
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.stragglers import by_rank, has_stages, stragglers, verdict
 from ddp_lab.analysis.report.figures.times import parts_figure, ranks_figure
@@ -135,7 +134,7 @@ def mesh_section(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int]) ->
     """None without a mesh. The table has the rows of `ranks`."""
     if mesh is None or exposure.dimensions.empty:
         return []
-    mean = mean_by_dimension(exposure.dimensions)
+    mean = exposure.dimensions.drop(columns="step").groupby(["rank", "dimension"], sort=False).mean().reset_index()
     shown = mean[mean["rank"].isin(list(ranks))]
     degrees = " x ".join(f"{degree} {name}" for name, degree in mesh.items())
     text = (
