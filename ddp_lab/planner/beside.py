@@ -3,14 +3,14 @@ faster."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.plan import Case, Outcome, Task, outcomes
+from ddp_lab.planner.plan import Case, Outcome, Task, outcomes, told
 from ddp_lab.planner.report.recommendation import Row, gib, recommended
 from ddp_lab.planner.report.table import Plan, rates
-from ddp_lab.progress import long_work
 from ddp_lab.runtime.errors import UserError, listed
 from ddp_lab.runtime.settings.data import CAUSAL_LM
 from ddp_lab.strategy.recompute.setting import NONE, SELECTIVE
@@ -36,11 +36,7 @@ def besides(plan: Plan, jobs: int | None, recorded: bool) -> list[str]:
     tasks = [task for _, task in (*remedies, *hints)]
     if not tasks:
         return []
-    found: list[Outcome] = []
-    with long_work(f"simulating {len(tasks)} settings beside", len(tasks)) as tell:
-        for outcome in outcomes(tasks, jobs):
-            found.append(outcome)
-            tell(f"{outcome.name} is simulated")
+    found = told(partial(outcomes, jobs=jobs), tasks, "settings beside")
     sentences = []
     if nearest is not None and remedies:
         sentences.append(what_fits(nearest, remedies, found[: len(remedies)]))

@@ -16,7 +16,7 @@ from ddp_lab.planner.command import build_parser
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.meshes import required
 from ddp_lab.planner.plan import Case, Outcome, outcomes
-from ddp_lab.planner.plan_command import case_of, gist
+from ddp_lab.planner.plan_command import case_of
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
             if outcome.simulated is None:
                 raise UserError(f"row {name}: {outcome.reason}")
             found.append(Checked(name, row, outcome, outcome.simulated.step_time_s))
-            tell(f"{name}: {found[-1].error:+.1%}; {gist(outcome)}")
+            tell(f"{name}: {found[-1].error:+.1%}; {outcome.name}: {outcome.gist}")
     console.print(table(found), "")
     for line in summary(found):
         console.print(line)

@@ -13,6 +13,7 @@ from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.models import Model
 from ddp_lab.planner.rates import Price
 from ddp_lab.planner.simulation.simulate import simulate
+from ddp_lab.progress import long_work
 from ddp_lab.runtime.config import RunConfig, labelled
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
@@ -90,6 +91,13 @@ class Outcome:
     @property
     def name(self) -> str:
         return self.case.named(self.choice)
+
+    @property
+    def gist(self) -> str:
+        """What is known of it as soon as it is simulated."""
+        if (found := self.simulated) is None:
+            return self.reason
+        return f"{found.step_time_s * 1e3:.1f} ms, peak {found.memory.peak_bytes / GIB:.2f} GiB"
 
     @property
     def samples_per_second(self) -> float:
@@ -181,3 +189,13 @@ def outcomes(tasks: Sequence[Task], jobs: int | None = None) -> Iterator[Outcome
     """
     with simulating(min(jobs or cores(), len(tasks))) as simulate:
         yield from simulate(tasks)
+
+
+def told(simulate: Simulate, tasks: Sequence[Task], of: str) -> list[Outcome]:
+    """The outcomes of these tasks, each with a line when it is there."""
+    found: list[Outcome] = []
+    with long_work(f"simulating {len(tasks)} {of}", len(tasks)) as tell:
+        for outcome in simulate(tasks):
+            found.append(outcome)
+            tell(f"{outcome.name}: {outcome.gist}")
+    return found

@@ -1,7 +1,6 @@
 """`ddp-lab plan`: all choices for a model on a cluster, and one of them recommended."""
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 
@@ -17,13 +16,12 @@ from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.flags import AS_THE_RUNNERS, chosen_model
 from ddp_lab.planner.meshes import on_all_meshes, required
-from ddp_lab.planner.plan import GIB, Case, Outcome, Simulate, Task, cores, simulating
+from ddp_lab.planner.plan import Case, cores, simulating, told
 from ddp_lab.planner.rates import Price, listed_price
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN, WIDTH
 from ddp_lab.planner.report.recommendation import gib, reasons, recommended
 from ddp_lab.planner.report.table import Plan
 from ddp_lab.planner.report.wording import certainty, headline, notes, runner_command
-from ddp_lab.progress import long_work
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import PIPELINE, TENSOR
@@ -91,23 +89,6 @@ def planned(options: argparse.Namespace) -> Plan:
         later, slower = worth_simulating(later, found, cases[0])
         found += told(simulate, later, "choices with a pipeline") if later else []
     return Plan(cases, found, [*left_out, *too_large, *slower])
-
-
-def told(simulate: Simulate, tasks: Sequence[Task], of: str) -> list[Outcome]:
-    """The outcomes of these tasks, each with a line when it is there."""
-    found: list[Outcome] = []
-    with long_work(f"simulating {len(tasks)} {of}", len(tasks)) as tell:
-        for outcome in simulate(tasks):
-            found.append(outcome)
-            tell(gist(outcome))
-    return found
-
-
-def gist(outcome: Outcome) -> str:
-    """What is known of a choice as soon as it is simulated."""
-    if (simulated := outcome.simulated) is None:
-        return f"{outcome.name}: {outcome.reason}"
-    return f"{outcome.name}: {simulated.step_time_s * 1e3:.1f} ms, peak {simulated.memory.peak_bytes / GIB:.2f} GiB"
 
 
 def cases_of(options: argparse.Namespace) -> tuple[list[Case], list[str]]:

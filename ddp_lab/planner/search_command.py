@@ -14,7 +14,7 @@ from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, Outcome, cores, outcomes, simulating
-from ddp_lab.planner.plan_command import cases_of, gist, printed
+from ddp_lab.planner.plan_command import cases_of, printed
 from ddp_lab.planner.rates import flops_of_a_sample
 from ddp_lab.planner.report.findings import (
     Pair,
@@ -129,7 +129,7 @@ def searched(cases: Sequence[Case], options: argparse.Namespace, ways: Ways) -> 
                 begin, simulate, jobs
             ):
                 found.append(each)
-                tell(f"{described(each)}: {gist(each).partition(': ')[2]}")
+                tell(f"{described(each)}: {each.gist}")
     return found
 
 
@@ -139,14 +139,9 @@ def as_eager(pairs: Sequence[Pair], mesh: str | None, ways: Ways, jobs: int | No
         return []
     of_both = (best_and_front(pairs)[0], best_and_front(plain(pairs, ways, mesh))[0])
     compiled = {each.name: each for _, each in filter(None, of_both) if each.case.config.strategy.compile}
-    tasks = [
-        (
-            ways.put(each.case, each.case.config.grad_accum_steps, level_of(each.case), compiled=False),
-            each.choice,
-        )
-        for each in compiled.values()
-    ]
-    return list(outcomes(tasks, jobs)) if tasks else []
+    cases = [each.case for each in compiled.values()]
+    eager = [ways.put(case, case.config.grad_accum_steps, level_of(case), compiled=False) for case in cases]
+    return list(outcomes([(case, each.choice) for case, each in zip(eager, compiled.values(), strict=True)], jobs))
 
 
 def what_is_missing(pairs: Sequence[Pair], jobs: int | None) -> list[str]:
