@@ -10,7 +10,7 @@ import torch.distributed as dist
 import ddp
 import sharding
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data.digits import DigitsCNN, build
+from ddp_lab.runtime.data.synthetic import DigitsCNN, build
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.loop import evaluate
 from tests.parity import load, options_of
@@ -34,7 +34,7 @@ def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path) -> None:
 def losses_of_trained_and_saved(choice: tuple[str, str]) -> tuple[float, float | None]:
     """The held-out loss that the strategy finds, and that of the model which rank 0 saves."""
     torch.manual_seed(0)
-    workload = build(RunConfig(eval_samples=8))
+    workload = build(RunConfig(workload="digits", eval_samples=8))
     strategy = load(choice)(workload.model, lambda p: torch.optim.SGD(p, lr=0.01), options_of(choice))
     first = 4 * dist.get_rank()
     strategy.forward_backward([workload.collate(workload.train[first : first + 4])])

@@ -1,4 +1,5 @@
-"""Workloads that need no text: regression for an MLP, random tokens for a decoder-only transformer."""
+"""Workloads that need no text: regression for an MLP, random tokens for a decoder-only transformer, and for a small CNN
+handwritten digits of 8 x 8 pixels, which come with scikit-learn."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -22,6 +23,9 @@ TRANSFORMER_SHAPES = {
     "transformer-2.7b": (2560, 10240, 32, 32),
 }
 """d_model, d_ff, layers, heads."""
+HELD_OUT_DIGITS = 360
+"""Held out of the 1797 images: the same ones whatever the seed."""
+SHADES = 16.0
 
 
 class MLP(nn.Module):
@@ -36,6 +40,26 @@ class MLP(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> SimpleNamespace:
         return SimpleNamespace(loss=nn.functional.mse_loss(self.layers(inputs), targets))
+
+
+class DigitsCNN(nn.Module):
+    """Two convolutions with batch normalization, and two linear layers; cross entropy over ten classes.
+
+    Batch normalization has buffers: means and variances of what it has seen, which evaluation uses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(64 * 2 * 2, 512), nn.ReLU(), nn.Linear(512, 10)),
+        )
+
+    def forward(self, images: Tensor, labels: Tensor) -> SimpleNamespace:
+        """`images` (samples, 1, 8, 8), `labels` (samples,)."""
+        logits = self.layers(images)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
 
 
 class SyntheticSamples(Sequence[dict[str, Tensor]]):
@@ -61,7 +85,9 @@ class SyntheticSamples(Sequence[dict[str, Tensor]]):
 
 
 def build(config: RunConfig) -> Workload:
-    """Workload `mlp` or one of `transformer-*`."""
+    """Workload `digits`, `mlp` or one of `transformer-*`."""
+    if config.workload == "digits":
+        return _digits(config)
     is_mlp = config.workload == "mlp"
     width = config.width if is_mlp else None
     return Workload(
@@ -88,4 +114,22 @@ def _transformer(name: str) -> nn.Module:
             max_position_embeddings=CONTEXT_LENGTH,
             use_cache=False,
         )
+    )
+
+
+def _digits(config: RunConfig) -> Workload:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.from_numpy(found.images / SHADES).float().unsqueeze(1)
+    labels = torch.from_numpy(found.target).long()
+    samples = [{"images": image, "labels": label} for image, label in zip(images, labels, strict=True)]
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0), device="cpu").tolist()
+    held_out, training = order[:HELD_OUT_DIGITS], order[HELD_OUT_DIGITS:]
+    return Workload(
+        DigitsCNN(),
+        [samples[index] for index in training[: config.train_samples]],
+        [samples[index] for index in held_out[: config.eval_samples]],
+        learning_rate=1e-3,
+        classifies=True,
     )

@@ -114,10 +114,6 @@ def _named(config: RunConfig) -> "Workload":
         from ddp_lab.runtime.data import text
 
         return text.build(config)
-    if config.workload == "digits":
-        from ddp_lab.runtime.data import digits
-
-        return digits.build(config)
     from ddp_lab.runtime.data import synthetic
 
     return synthetic.build(config)
