@@ -33,7 +33,8 @@ def device(name: str, efficiency: float | None = None) -> Device:
         UserError: there is none; names similar ones. Or the efficiency is outside its bounds.
     """
     key, entry = found(name)
-    kind, parts = operators_of(entry), entry["efficiency"]
+    of_kind = table()["operators"][entry["kind"]]
+    kind, parts = {**of_kind, **entry.get("operators", {})}, entry["efficiency"]
     if efficiency is not None and not 0 < efficiency <= 1:
         raise UserError(f"--efficiency {efficiency:g}: give a part above 0 and at most 1")
     compute, flops = efficiency or parts["compute"], entry["flops"]
@@ -56,11 +57,6 @@ def device(name: str, efficiency: float | None = None) -> Device:
         kind["host_us"] * 1e-6,
         kind["source"],
     )
-
-
-def operators_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of operators on this device: its own, and else that of its kind."""
-    return {**table()["operators"][entry["kind"]], **entry.get("operators", {})}
 
 
 def physical_memory() -> int:

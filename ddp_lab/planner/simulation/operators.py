@@ -188,7 +188,9 @@ class PretendedDevice(TorchDispatchMode):
 
     def _charge(self, call: OperatorCall, kwargs: Any, tensors: Sequence[Tensor]) -> None:
         if self._is_cuda and call.name in ON_CUDA:
-            call = dataclasses.replace(call, name=name_on_cuda(call, kwargs))
+            flash, efficient = ON_CUDA[call.name]
+            is_flash = call.dtypes[0] in ("bfloat16", "float16") and kwargs.get("attn_mask") is None
+            call = dataclasses.replace(call, name=flash if is_flash else efficient)
         seconds = self._seconds(call, tensors)
         if seconds is None:
             self.without_costs[call.name] = self.without_costs.get(call.name, 0) + 1
@@ -203,11 +205,6 @@ class PretendedDevice(TorchDispatchMode):
         if not any(on_host):
             return self._costs.seconds(call)
         return call.bytes_moved / self._host.bytes_per_s if all(on_host) else self._host.copy_seconds(call.bytes_moved)
-
-
-def name_on_cuda(call: OperatorCall, kwargs: Any) -> str:
-    flash, efficient = ON_CUDA[call.name]
-    return flash if call.dtypes[0] in ("bfloat16", "float16") and kwargs.get("attn_mask") is None else efficient
 
 
 def place_of_call() -> str:

@@ -175,7 +175,8 @@ class Part(NamedTuple):
                 [text_in(text, column, row) for row, text in zip(rows, batch[column], strict=True)]
                 for column in columns
             ]
-            first = [without_end(ids, end) for ids in tokenizer(parts[0])["input_ids"]]
+            first = tokenizer(parts[0])["input_ids"]
+            first = [ids[:-1] if ids and ids[-1] == end else ids for ids in first]  # some tokenizers end every text
             rest = tokenizer(parts[1], add_special_tokens=False)["input_ids"] if len(parts) == 2 else [[]] * len(rows)
             return {
                 "input_ids": [[*a, *b, end] for a, b in zip(first, rest, strict=True)],
@@ -188,11 +189,6 @@ class Part(NamedTuple):
             data = self.data.map(encode, **how)
             return from_table(data if self.seed is None else data.shuffle(seed=self.seed))
         return from_stream(self.data.map(encode, batch_size=1, **how), enough, by_rows=self.has_prompts)
-
-
-def without_end(ids: list[int], end: int) -> list[int]:
-    """Some tokenizers end every text by themselves."""
-    return ids[:-1] if ids and ids[-1] == end else ids
 
 
 def from_table(data: Any) -> Documents:
