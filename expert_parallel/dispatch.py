@@ -10,7 +10,8 @@ Each rank has its own tokens and some of the experts, as many as every other. Fo
 Backward is the same two all-to-alls in reverse. Counts are known by then. A rank without tokens, or with experts that
 nobody chose, takes part with no rows (Lepikhin et al., 2020, "GShard").
 
-A token that k experts get is sent k times: T tokens of H features make k T rows of H features, there and back.
+A token that k experts get is sent k times: T tokens of H features make k T rows of H features, there and back. Under
+autocast they are in its dtype, in which experts multiply them.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from tensor_parallel.region import as_factor
 
 Compute = Callable[[Tensor, Sequence[int], Tensor], Tensor]
 """Experts of rows (rows, features) that are sorted by expert. The number of rows of each expert, for the host and for
@@ -69,7 +72,8 @@ def through_experts(
     sent, received = ([sum(of_rank) for of_rank in each] for each in (going, coming))
     lengths, arriving = [sum(of_one) for of_one in zip(*coming, strict=True)], both[1]
     order = places.argsort(stable=True)[: sum(sent)]
-    arrived = Exchange.apply(hidden[order // chosen.shape[1]], sent, received, group)
+    leaving = as_factor(hidden[order // chosen.shape[1]])
+    arrived = Exchange.apply(leaving, sent, received, group)
     size, own = arriving.shape
     numbers = torch.arange(own, device=hidden.device).repeat(size)
     by_expert = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
@@ -77,7 +81,7 @@ def through_experts(
     back = Exchange.apply(made, received, sent, group)
     rows = back.new_zeros(len(places), hidden.shape[1]).index_copy(0, order, back)
     summed = (rows.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
-    return summed.to(hidden.dtype), sum(sent) * hidden.shape[1] * (hidden.itemsize + back.itemsize)
+    return summed.to(hidden.dtype), sum(sent) * hidden.shape[1] * (leaving.itemsize + back.itemsize)
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:

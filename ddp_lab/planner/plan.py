@@ -7,6 +7,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+
 from ddp_lab.planner.choices import entrypoint_of, families_of
 from ddp_lab.planner.contracts import Costs, MemoryCurve, Setting, Simulated
 from ddp_lab.planner.costs.cluster import Cluster
@@ -176,8 +178,10 @@ def simulating(jobs: int) -> Iterator[Simulate]:
     if jobs <= 1:
         yield lambda tasks: (outcome(*task) for task in tasks)
         return
-    # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+    # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take. With
+    # one thread: those that this process may have started for its own operators are not there after a fork.
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, forked, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield lambda tasks: pool.map(outcome, *zip(*tasks, strict=True))
 
 

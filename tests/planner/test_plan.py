@@ -12,6 +12,7 @@ from unittest import mock
 
 import pandas as pd
 import pytest
+import torch
 from rich.console import Console
 
 import sharding
@@ -21,7 +22,7 @@ from ddp_lab.planner.choices import choices
 from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
-from ddp_lab.planner.plan import Case, Outcome
+from ddp_lab.planner.plan import Case, Outcome, simulating
 from ddp_lab.planner.rates import TABLE, flops_of_a_sample, listed_price, multiplied
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, WIDTH
 from ddp_lab.planner.report.recommendation import reasons, recommended
@@ -42,6 +43,24 @@ TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_in_process(script, *arguments)
+
+
+def elements(*_: object) -> float:
+    """As many as an operator computes on several threads."""
+    return torch.ones(2**20).sum().item()
+
+
+def test_simulations_of_a_process_that_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long sequence's first simulation runs in the command's own process; the others are forked from it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert elements() == 2**20
+        monkeypatch.setattr("ddp_lab.planner.plan.outcome", elements)
+        with simulating(2) as simulate:
+            assert list(simulate([("case", "choice")] * 2)) == [2**20] * 2  # type: ignore[comparison-overlap,list-item]
+    finally:
+        torch.set_num_threads(threads)
 
 
 # Rows and intervals -------------------------------------------------------------------------------------------------
