@@ -82,8 +82,9 @@ class Shared(torch.autograd.Function):
 def products(rows: Tensor, weights: Tensor, lengths: Sequence[int], counts: Tensor) -> Tensor:
     """Rows of each expert times its weight. Shapes: (rows, inputs), (experts, outputs, inputs) to (rows, outputs)."""
     kind = rows.device.type
-    if has_kernel(rows.device):
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
+    takes = not any(extent * dtype.itemsize % 16 for extent in weights.shape[1:])  # rows of a multiple of 16 bytes
+    if takes and has_kernel(rows.device):
         return grouped(rows.to(dtype), weights.to(dtype), counts)
     pairs = zip(rows.split(list(lengths)), weights.unbind(), strict=True)
     return torch.cat([functional.linear(own, weight) for own, weight in pairs])

@@ -1,6 +1,7 @@
 """What a mixture is made of, each part against its definition."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.analysis.report.pages.experts import experts_section, relative
+from expert_parallel import experts as of_experts
 from expert_parallel.balance import Balance
 from expert_parallel.experts import grouped, products
 from expert_parallel.router import Router, Way, taken
@@ -46,6 +48,18 @@ def test_the_grouped_kernel_computes_as_the_loop() -> None:
     for one, other in zip(*made, strict=True):
         torch.testing.assert_close(one, other)
     assert not made[0][2][2].any() and not made[1][2][2].any()
+
+
+@pytest.mark.parametrize(("inputs", "is_aligned"), [(16, True), (10, False)])
+def test_the_kernel_takes_rows_of_a_multiple_of_16_bytes(
+    inputs: int, is_aligned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = mock.Mock(side_effect=grouped)
+    monkeypatch.setattr(of_experts, "has_kernel", lambda device: True)
+    monkeypatch.setattr(of_experts, "grouped", kernel)
+    weights = torch.ones(2, 8, inputs)
+    made = products(torch.ones(5, inputs), weights, [2, 3], torch.tensor([2, 3]))
+    assert made.unique().item() == inputs and kernel.called == is_aligned
 
 
 def test_the_report_shows_who_gets_how_many_tokens() -> None:
