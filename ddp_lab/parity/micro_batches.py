@@ -25,7 +25,7 @@ class MicroBatches:
 
     def begin_step(self) -> None:
         self.number, self.keys = -1, list[list[int]]()
-        self._masks = list[Tensor | None]()
+        self._masks, self._rows = list[Tensor | None](), list[int]()
         self._calls: dict[str, int] = {}
 
     def know(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -48,7 +48,9 @@ class MicroBatches:
     def _add(self, batch: Mapping[str, Any]) -> None:
         tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor) and one.dim()}
         mask = tensors.get("attention_mask")
-        count = len(next(iter(tensors.values()))) if tensors else 0
+        first = next(iter(tensors.values()), None)
+        count = 0 if first is None else len(first)
+        self._rows.append(0 if first is None or first.dim() < 2 else count * first.shape[1])
         content = []
         for name, tensor in tensors.items():
             if name in NOT_CONTENT or len(tensor) != count:
@@ -70,6 +72,10 @@ class MicroBatches:
         self.number = before
         return 0
 
+    def are_tokens(self, number: int, rows: int) -> bool:
+        """Whether so many rows are one for each token of all samples, in their order."""
+        return 0 <= number < len(self._rows) and self._rows[number] == rows
+
     def mask(self, number: int) -> Tensor | None:
         return self._masks[number] if 0 <= number < len(self._masks) else None
 
@@ -83,7 +89,8 @@ def rows_of(tensor: Tensor, batches: MicroBatches, number: int) -> tuple[Tensor,
     keys = batches.keys[number] if 0 <= number < len(batches.keys) else []
     count, mask = len(keys), batches.mask(number)
     if count and tensor.numel() and tensor.dim():
-        if tensor.shape[0] == count or (tensor.dim() > 1 and tensor.shape[1] == count):
+        is_second = tensor.dim() > 1 and tensor.shape[1] == count and not batches.are_tokens(number, tensor.shape[0])
+        if tensor.shape[0] == count or is_second:
             rows = tensor if tensor.shape[0] == count else tensor.transpose(0, 1)
             filled = [tensor.numel() // count] * count
             if mask is not None and rows.dim() > 1 and rows.shape[1] == mask.shape[1]:

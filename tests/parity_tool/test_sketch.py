@@ -1,9 +1,13 @@
 """Sketches are linear, add up over blocks, and estimate norms."""
 
+from math import prod
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_lab.parity.micro_batches import MicroBatches, rows_of
 from ddp_lab.parity.sketch import SIZE, fingerprints, of_block, of_rows, of_tensor
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
@@ -40,3 +44,14 @@ def test_fingerprints_tell_samples_apart_and_forgive_filling() -> None:
     assert len(set(keys)) == 3
     assert fingerprints([words[:, :3]]).tolist() == keys
     assert fingerprints([words.float()]).tolist() != keys
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 3), (16, 8, 3), (128, 8), (128, 3), (16, 8)])
+def test_rows_are_those_of_samples(shape: tuple[int, ...]) -> None:
+    """8 samples of 16 tokens: along either dimension, or all tokens in one, beside as many features as samples."""
+    batches = MicroBatches(in_pipeline=False)
+    batches.begin([torch.arange(128).view(8, 16)], {})
+    tensor = torch.arange(prod(shape)).view(shape).float()
+    rows, keys, _ = rows_of(tensor, batches, 0)
+    by_sample = tensor.transpose(0, 1) if shape[0] == 16 else tensor
+    assert keys == batches.keys[0] and torch.equal(rows, by_sample.reshape(8, -1))
