@@ -121,7 +121,8 @@ def machine() -> str:
     from ddp_lab.runtime.records.record import cpu_name
 
     gpus = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) or "no GPU"
-    return f"{cpu_name()}, {physical_memory() / 2**30:.0f} GiB, {gpus}, torch {torch.__version__}"
+    processor = cpu_name().replace(" x ", " cores of ", 1)
+    return f"{processor}, {physical_memory() / 2**30:.0f} GiB, {gpus}, torch {torch.__version__}"
 
 
 def render(root: Path, data: Data, is_dry: bool) -> list[str]:

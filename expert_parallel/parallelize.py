@@ -44,7 +44,8 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     assert groups.expert is not None and groups.experts is not None
     size = dist.get_world_size(groups.expert)
     mixtures = shared_mixtures(module, size)
-    settings: Any = module.config
+    if (settings := getattr(module, "config", None)) is None:
+        raise UnsupportedError(f"--mesh with ep: {type(module).__name__} has no config of transformers; give it one")
     way = Way(config.router_scores == SIGMOID, config.router_bias is not None, config.capacity_factor)
     coefficient = settings.router_aux_loss_coef if settings.output_router_logits and not way.has_bias else 0.0
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)

@@ -41,7 +41,7 @@ class FSDP2OverMesh(FSDP2):
         self.load_whole(state, self.everyone)
 
     def parameter_pieces(self) -> list[Piece]:
-        raise UnsupportedError(f"{type(self).__name__} can neither save nor resume checkpoints; take zero3")
+        raise UnsupportedError("this strategy can neither save nor resume checkpoints; take zero3")
 
 
 def by_mesh(make_optimizer: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

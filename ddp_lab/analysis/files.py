@@ -29,13 +29,17 @@ def write_csv(path: Path, table: pd.DataFrame) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` whole or not at all.
+    """Write `text` whole or not at all. What is no file, such as `/dev/stdout`, gets it as it is.
 
     Raises:
         UserError: the file cannot be written.
     """
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(text)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text)
         temporary.replace(path)

@@ -40,11 +40,12 @@ def limit_of(one: Quantity, rounded: Mapping[tuple[int, str, str, int], float], 
 
 def forgive_small(gradients: list[Quantity], updates: list[Quantity]) -> None:
     """What is next to nothing beside the whole gradient may be all rounding, as that of a key's bias, or of a bias in
-    front of a BatchNorm. Adam makes an update of it as of any other."""
+    front of a BatchNorm. Where it is, so is its update, which Adam makes as large as any other."""
     total = np.sqrt(sum(one.norm**2 for one in gradients))
     small = {one.name: one for one in gradients if one.norm < SMALL * total}
+    noise = {name for name, one in small.items() if one.differs}
     for one in small.values():
         one.limit = max(one.limit, one.limit * SMALL * total / max(one.norm, 1e-300))
     for one in updates:
-        if one.name in small and one.norm:
+        if one.name in noise and not small[one.name].differs:
             one.limit = 4.0

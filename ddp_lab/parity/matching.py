@@ -1,6 +1,6 @@
 """Which samples ranks have that get parts of them, or what other ranks have made of them."""
 
-from ddp_lab.parity.store import OUTPUT, Recorded
+from ddp_lab.parity.store import OUTPUT, START, Recorded
 from ddp_lab.parity.table import Table
 
 
@@ -11,13 +11,13 @@ def matched(a: Recorded, b: Recorded) -> Recorded:
     seen = {step: set(a.samples(step)[0]) for step in by_rank} if a.ranks == 1 else {}
     fed = {rank for step, keys in seen.items() for rank in range(b.ranks) if keys & set(by_rank[step][rank])}
     stages = frozenset(range(b.ranks)) - fed
-    if len(fed) == 1 and stages:
+    ours, theirs = Table(a, a.steps[0]), Table(b, a.steps[0])
+    if len(fed) == 1 and stages and not _have_the_same(theirs, fed | stages):
         (first,) = fed
         if all(keys == set(by_rank[step][first]) for step, keys in seen.items()) and all(
             len(keys) == len(of_ranks[first]) for of_ranks in by_rank.values() for keys in of_ranks
         ):
             return b.as_parts_of({step: of_ranks[first] for step, of_ranks in by_rank.items()}, stages)
-    ours, theirs = Table(a, a.steps[0]), Table(b, a.steps[0])
     place = next((one for one in ours.places if one.kind == OUTPUT and one in theirs.places), None)
     if place is None or b.ranks < 2:
         return b
@@ -27,3 +27,9 @@ def matched(a: Recorded, b: Recorded) -> Recorded:
     samples = {step: a.samples(step)[0] for step in a.steps if step in b.facts}
     same = all(len(keys) == len(samples[step]) for step in samples for keys in b.samples(step))
     return b.as_parts_of(samples) if same else b
+
+
+def _have_the_same(table: Table, ranks: set[int]) -> bool:
+    """Whether ranks have parameters of the same names, as those of a pipeline's stages have not."""
+    starts = [set(table.rank[rows]) for place, rows in table.places.items() if place.kind == START]
+    return all(of_place >= ranks or -1 in of_place for of_place in starts)

@@ -72,7 +72,7 @@ class Recorded:
         steps: Numbers of the steps, from 0.
         facts: What each rank said of each step, by step and rank.
         is_cut: Each rank has a part of every sample.
-    stages: The ranks that get samples from another rank, as those of later stages of a pipeline.
+        stages: The ranks that get samples from another rank, as those of later stages of a pipeline.
     """
 
     folder: Path

@@ -24,13 +24,14 @@ from ddp_lab.planner.report.table import Plan
 from ddp_lab.planner.report.wording import certainty, headline, notes, runner_command
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import PIPELINE, TENSOR
+from ddp_lab.runtime.mesh import EXPERT, PIPELINE, TENSOR
 from ddp_lab.runtime.settings.batch import BatchSettings
 from ddp_lab.strategy.options import AUTO
 
 WITH_DIMENSION = {
     TENSOR: ("sequence_parallel", "async_tensor_parallel"),
     PIPELINE: ("pipeline_schedule", "stages_per_rank", "pipeline_split"),
+    EXPERT: ("router_scores", "router_bias"),
 }
 """Settings that go with one dimension of a mesh alone."""
 SETTINGS = ("micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile")

@@ -188,10 +188,12 @@ def train(folder: Path, of: str, fault: str = "", clips: float = 0.0, rounding: 
         x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step))
         if fault == "repeats":
             x = torch.cat([x, x[:2]])
+        if fault == "own batches":
+            x = x + model.rank
         if isinstance(model, Stages):
             model.step(x)
         else:
-            size = 1 if model.shares_samples else model.ranks
+            size = 1 if model.shares_samples or fault == "own batches" else model.ranks
             model.loss(x.chunk(size)[model.rank % size]).backward()
             for parameter in model.parameters() if size > 1 else ():
                 dist.all_reduce(parameter.grad)

@@ -81,6 +81,7 @@ FAULTS = {
     "fused": Fault(("output of down does not add up", "fused weight"), both={"of": "fused"}),
     "replicas": Fault(("run A scales its own by", "another norm"), both={"of": "fused", "clips": 0.1}),
     "repeats": Fault(("2 of 8 samples of step 0 more often", "DistributedSampler"), both={"of": "adapter"}),
+    "own batches": Fault(("data: run B sees 8 samples that run A does not",), both={"of": "adapter"}),
     "cast parameters": Fault(("float32 in run A, and bfloat16 in run B", "trap 20"), both={"of": "adapter"}),
     "ties": Fault(("tied.weight is not the same on all ranks", "tied weights"), both={"of": "stages"}),
     "buffers": Fault(("mean", "rank 1", "broadcast_buffers"), {"broadcasts": False, "fault": ""}, {"counts": True}),

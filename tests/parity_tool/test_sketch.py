@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_lab.parity.limits import forgive_small
 from ddp_lab.parity.micro_batches import MicroBatches, rows_of
+from ddp_lab.parity.quantity import Quantity
 from ddp_lab.parity.sketch import SIZE, fingerprints, of_block, of_rows, of_tensor
+from ddp_lab.parity.store import GRADIENT, PARAMETER
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
@@ -55,3 +58,14 @@ def test_rows_are_those_of_samples(shape: tuple[int, ...]) -> None:
     rows, keys, _ = rows_of(tensor, batches, 0)
     by_sample = tensor.transpose(0, 1) if shape[0] == 16 else tensor
     assert keys == batches.keys[0] and torch.equal(rows, by_sample.reshape(8, -1))
+
+
+@pytest.mark.parametrize(("error", "is_noise"), [(1.0, True), (0.0, False)])
+def test_an_update_is_forgiven_only_where_its_gradient_is(error: float, is_noise: bool) -> None:
+    def quantity(kind: str, name: str, norm: float, error: float) -> Quantity:
+        return Quantity(0, kind, name, 0, {(0, 0): error}, {(0, 0): 1.0}, {(0, 0): 0.0}, norm=norm, limit=1e-5)
+
+    small = quantity(GRADIENT, "small", 1e-9, error)
+    update = quantity(PARAMETER, "small", 1.0, 1.0)
+    forgive_small([quantity(GRADIENT, "large", 1.0, 0.0), small], [update])
+    assert not small.differs and update.differs != is_noise

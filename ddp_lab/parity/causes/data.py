@@ -19,7 +19,7 @@ def other_data(made: Comparison, step: int) -> Cause | None:
     if not a or not b:
         return None
     if a == b:
-        return repeated(of_a, of_b, step)
+        return repeated(of_a, of_b, step) if made.first is not None else None  # else they have no weight
     missing, new = set(a) - set(b), set(b) - set(a)
     where = f"step {step}: {len(missing)} of {len(a)} samples of run A are missing in run B"
     shared = [(len(set(of_b[i]) & set(of_b[j])), i, j) for i, j in combinations(range(len(of_b)), 2)]
@@ -101,8 +101,8 @@ def other_dtype(made: Comparison) -> Cause | None:
     a, b = of_a[names[0]], of_b[names[0]]
     return Cause(
         f"{names[0]}{and_others(names)} is {a} in run A, and {b} in run B",
-        "parameters are cast, and the optimizer updates them as they are: an update that is small beside its parameter "
-        "rounds away. Keep fp32 parameters, and compute under autocast or a mixed-precision policy (trap 20).",
+        "one run casts its parameters, and the optimizer updates them as they are: an update that is small beside its "
+        "parameter rounds away. Keep fp32 parameters, and compute under autocast or a mixed precision (trap 20).",
     )
 
 

@@ -168,7 +168,8 @@ def by_factor(made: Comparison, first: Quantity) -> Cause | None:
     alike = [one for one in gradients if one.one_factor is not None and abs(one.one_factor / factor - 1) < NEAR]
     if len(alike) > 0.9 * len(gradients):
         named, clipped = factor_name(made, factor), scale_after_backward(made, first.step)
-        if not named and abs(clipped - 1) > NEAR:
+        is_scale = abs(np.log2(abs(clipped)) - round(np.log2(abs(clipped)))) < 1e-5  # of a loss, or micro-batches
+        if not named and not is_scale:
             return Cause(
                 f"all gradients are {times(made, factor)}, and run A scales its own by {clipped:.4g} after backward",
                 "clipping by another norm: it counts what ranks hold alike once for each of them, or misses what "

@@ -137,13 +137,13 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_name() -> str:
-    """Number of cores and name of the processor, e.g. `8 cores of Intel Xeon`."""
+    """Number of cores and name of the processor, e.g. `8 x Intel Xeon`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
+        return platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}" if names else platform.processor()
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
 def package_versions() -> dict[str, str]:
