@@ -18,6 +18,7 @@ consecutive numbers, so they are on one node, where links are fast.
 
 import gc
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -261,6 +262,10 @@ def closing_groups() -> Iterator[None]:
         for group in set(dist.distributed_c10d._world.pg_map) - before:
             if group.size() < dist.get_world_size():  # the others may have been made of the group of all ranks
                 dist.destroy_process_group(group)
+        if "torch.distributed.tensor" in sys.modules:  # it takes a mesh of these for any later one of the same shape
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
         gc.collect()  # Gloo's threads end with the last object that holds their group, perhaps a circle of them
 
 
