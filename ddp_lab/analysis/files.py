@@ -34,15 +34,15 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    path = path.resolve()
-    temporary = path.with_name(f".{path.name}.tmp")
+    target = path.resolve()  # a link stays one
+    temporary = target.with_name(f".{target.name}.tmp")
     try:
-        if path.exists() and not path.is_file():
-            path.write_text(text)
+        if target.exists() and not target.is_file():
+            target.write_text(text)
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text)
-        temporary.replace(path)
+        temporary.replace(target)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -169,9 +169,11 @@ def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:
         copies = np.zeros(len(keys))
         np.add.at(copies, which, b.elements[at_b] / a.elements[at_a])
         parts = _added(b.moments[at_b], which, len(keys)) / np.maximum(copies, 1e-9)[:, None]
-        by_sample = _difference(_sizes(a.moments[firsts]), _sizes(parts))
-        of_all = _difference(*(_sizes(moments.sum(0, keepdims=True)) for moments in (a.moments[firsts], parts)))
-        _take(made, "parts", *min(by_sample, of_all))  # what has no samples, as positions, has other rows in a part
+        found_in_parts = _difference(_sizes(a.moments[firsts]), _sizes(parts))
+        if b.is_cut:  # what has no samples, as an embedding of positions, has other rows in a part: only sums compare
+            of_all = (_sizes(moments.sum(0, keepdims=True)) for moments in (a.moments[firsts], parts))
+            found_in_parts = min(found_in_parts, _difference(*of_all))
+        _take(made, "parts", *found_in_parts)
     elif len(keys) < len(at_b):
         of_sum = _difference(a.sketches[firsts], _added(b.sketches[at_b], which, len(keys)))
         if of_sum[0] < made.worst:

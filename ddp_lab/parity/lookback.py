@@ -36,7 +36,7 @@ def scale_after_backward(made: Comparison, step: int) -> float:
         if wanted is not None:
             of_samples, gradient = table.sketches[rows].sum(0), table.sketches[wanted[0]]
             factor = float(of_samples @ gradient) / max(float(of_samples @ of_samples), 1e-300)
-            if np.linalg.norm(of_samples * factor - gradient) <= NEAR * np.linalg.norm(gradient):
+            if factor and np.linalg.norm(of_samples * factor - gradient) <= NEAR * np.linalg.norm(gradient):
                 found.append(factor)
     return float(np.median(found)) if found else 1.0
 

@@ -126,9 +126,8 @@ class Recorded:
                 one = pd.read_parquet(path).assign(rank=rank)
             except (OSError, ValueError):  # pyarrow's errors are of these
                 raise UserError(f"{path}: is damaged; record the run again") from None
-            if (self.is_cut or rank in self.stages) and len(
-                one
-            ):  # rows of samples are in the order of the keys of their micro-batch
+            if (self.is_cut or rank in self.stages) and len(one):
+                # rows of samples are in the order of the keys of their micro-batch
                 keys = self.facts[step][rank]["keys"]
                 rows = zip(one["key"], one["micro_batch"], one.groupby("order").cumcount(), strict=True)
                 one["key"] = [keys[micro][at] if key != WHOLE else key for key, micro, at in rows]

@@ -26,12 +26,13 @@ class Table:
         sketches: fp64 of shape (rows, `SIZE`); of parameters, those of their updates.
         moments: fp64 of shape (rows, `MOMENTS`).
         held: Of parameters, the norm of what is updated.
+        is_cut: As of `Recorded`.
         elements: In a sample, without filling, or in a whole tensor, as the rank has it.
         places: Rows by quantity, in the order in which they were made.
     """
 
     def __init__(self, recorded: Recorded, step: int) -> None:
-        frame = recorded.table(step)
+        frame, self.is_cut = recorded.table(step), recorded.is_cut
         self.sketches, self.moments = numbers_of(frame)
         self.rank, self.micro_batch, self.key = (frame[name].to_numpy() for name in ("rank", "micro_batch", "key"))
         self.part, self.elements = frame["part"].to_numpy(), frame["elements"].to_numpy().astype(float)

@@ -4,6 +4,7 @@ import bz2
 import copy
 import gzip
 import lzma
+import os
 import random
 import re
 import tracemalloc
@@ -19,6 +20,7 @@ from ddp_lab.analysis.command import main
 from ddp_lab.analysis.comparison.choices import report_on_choices
 from ddp_lab.analysis.comparison.fairness import FIELDS
 from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
+from ddp_lab.analysis.files import write_text
 from ddp_lab.analysis.record import checked, read_record
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.doctor.reading import content as doctors
@@ -205,3 +207,17 @@ def test_a_small_file_that_unpacks_to_a_huge_one(tmp_path: Path, packed: str, mo
         tracemalloc.stop()
     monkeypatch.setenv(LIMIT, str(2 * UNPACKED / 2**30))
     assert "not valid JSON" in refusal(lambda: read_trace(spaces))
+
+
+def test_links_and_what_is_no_file_stay_what_they_are(tmp_path: Path) -> None:
+    link, file, pipe = (tmp_path / name for name in ("link", "file", "pipe"))
+    link.symlink_to(file)
+    write_text(link, "whole")
+    assert link.is_symlink() and file.read_text() == "whole"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "whole")
+        assert pipe.is_fifo() and os.read(reader, 9) == b"whole"
+    finally:
+        os.close(reader)

@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Shard
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.mesh import TENSOR, Mesh, mesh_groups
 from tensor_parallel.plan import Column, Row, read_plan
+from tests.ranks import RankPool
 from tests.tables import each_row
 
 degrees = st.fixed_dictionaries({"dp": st.integers(1, 5), "tp": st.integers(1, 4)})
@@ -90,3 +93,17 @@ def test_plans_from_files(tmp_path: Path) -> None:
             read_plan(path)
     with pytest.raises(UserError, match="cannot be read"):
         read_plan(tmp_path / "none.toml")
+
+
+def of_two_meshes() -> list[list[float]]:
+    """Each with a `DTensor`, and an operator on it whose answer torch keeps."""
+    found = []
+    for _ in range(2):
+        with mesh_groups(Mesh.parse("dp=2,tp=2"), "cpu") as groups:
+            part = DTensor.from_local(torch.ones(1, device="cpu"), groups.device_mesh[TENSOR], [Shard(0)])
+            found.append((part + 1).full_tensor().tolist())
+    return found
+
+
+def test_a_later_mesh_has_groups_of_its_own(ranks: RankPool) -> None:
+    assert ranks.run(4, of_two_meshes) == [[[2.0, 2.0], [2.0, 2.0]]] * 4
