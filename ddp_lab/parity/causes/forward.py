@@ -152,7 +152,7 @@ def other_scalar(made: Comparison, step: int) -> Cause | None:
         a, b = (of.moments[at, 0].mean() for of, at in rows)
         if a and (named := factor_name(made, b / a)):
             return Cause(
-                f"what {place.name or 'the model'} answers, a number, is x {b / a:.4g}: {named}; gradients differ there",
+                f"what {place.name or 'the model'} answers, a number, is x {b / a:.4g}: {named}; and gradients differ",
                 "a term of the loss, as that of an even load, is divided by ranks where the reduction averages "
                 "already, or by a count of all ranks beside a sum of this one.",
             )
