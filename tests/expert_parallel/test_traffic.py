@@ -27,7 +27,7 @@ def one_step(mesh: str, choice: str, model: str, micro_batches: int, options: di
         ("dp=2,ep=2", "zero3", "lm, mixtral", 2, {"activation_checkpointing": "block"}),
         ("dp=2,ep=2", "tp", "lm, mixtral, no term", 2, {"bucket_cap_mb": 0.01}),
         ("ep=2,tp=2", "simple_ddp", "lm, mixtral", 2, {"precision": "bf16"}),
-        ("dp=2,ep=2", "transformers_ep", "lm, mixtral", 2, {}),
+        ("dp=2,ep=2", "transformers_ep", "lm, mixtral", 2, {"precision": "bf16"}),
     ],
 )
 def test_announced_is_issued(
