@@ -1,5 +1,6 @@
 """The silent errors of tensor parallelism: what must be the same on all ranks, what must differ, what counts once."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,23 @@ def test_tied_embeddings_stay_tied(ranks: RankPool) -> None:
         assert all(ranks.run(2, tied_after_a_step, choice))
 
 
+def threads_once_ended(expected: int) -> int:
+    """Of this process, as soon as they are no more than expected: /proc still lists a thread that has just ended."""
+    until = time.monotonic() + 10
+    while (threads := len(list(Path("/proc/self/task").iterdir()))) > expected and time.monotonic() < until:
+        time.sleep(0.01)
+    return threads
+
+
 def threads_behind_meshes(choice: str) -> list[int]:
     """Of this process, when each of some meshes has been closed, on which a strategy took a step."""
-    found = []
+    found: list[int] = []
     for _ in range(4):
         with strategy_on_mesh(
             "replicate=2,shard=1,tp=2" if choice == "zero3" else "dp=2,tp=2", choice, "plain"
         ) as strategy:
             one_step(strategy, [make_batch("plain", 2, 0)])
-        found.append(len(list(Path("/proc/self/task").iterdir())))
+        found.append(threads_once_ended(min(found[1:], default=1000)))
     return found
 
 
@@ -105,7 +114,7 @@ def threads_behind_meshes(choice: str) -> list[int]:
 def test_groups_end_with_their_mesh(ranks: RankPool, choice: str) -> None:
     """Each has threads of its own over Gloo; the latest mesh's end with the caller's variables."""
     for threads in ranks.run(4, threads_behind_meshes, choice):
-        assert len(set(threads[1:])) == 1, threads
+        assert max(threads[2:]) <= threads[1], threads
 
 
 def break_a_gradient(choice: str) -> str:
