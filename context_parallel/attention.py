@@ -111,7 +111,7 @@ class Context:
 
             return TorchRing.apply(q, k, v, documents, self.ring, scale)
         if self.way != ULYSSES:
-            return RingAttention.apply(q, k, v, documents, self.ring, scale)
+            return RingAttention.apply(q, k, v, documents, self.ring, scale, dropout)
 
         def of_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             seen = None

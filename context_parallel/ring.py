@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from context_parallel.blocks import Mask, kernel_for, mask_of
+from context_parallel.blocks import Kernel, Mask, kernel_for, mask_of
+from context_parallel.dropout import Dropped
 from context_parallel.layout import Block, Layout
 
 
@@ -85,14 +86,22 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        ring: Ring,
+        scale: float,
+        dropout: float = 0.0,
     ) -> Tensor:
         """
         Args:
             documents: The number of the document of each token of the whole sequence, (batch, tokens of all ranks).
                 Tokens see their own document alone. None: there is one.
         """
-        kernel, exact = kernel_for(q, documents is not None), torch.promote_types(q.dtype, torch.float32)
+        kernel = Dropped(dropout) if dropout else kernel_for(q, documents is not None)
+        exact = torch.promote_types(q.dtype, torch.float32)
         out = lse = q
         for source, (k_here, v_here) in ring.turns(torch.stack([k, v])):
             if (seen := ring.seen(source, q.shape[2], documents, q.dtype)) is None:
@@ -107,7 +116,7 @@ class RingAttention(torch.autograd.Function):
             lse_seeing.copy_(torch.logaddexp(lse_seeing, one_lse))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, documents)
-        ctx.ring, ctx.scale = ring, scale
+        ctx.ring, ctx.kernel, ctx.scale = ring, kernel, scale
         return out
 
     @staticmethod
@@ -115,7 +124,8 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, documents = ctx.saved_tensors
         ring: Ring = ctx.ring
-        kernel, exact = kernel_for(q, documents is not None), torch.promote_types(q.dtype, torch.float32)
+        kernel: Kernel = ctx.kernel
+        exact = torch.promote_types(q.dtype, torch.float32)
         of_q, own = torch.zeros_like(q, dtype=exact), torch.zeros((2, *k.shape), dtype=exact, device=k.device)
         coming: Coming | None = None
         for source, (k_here, v_here) in ring.turns(torch.stack([k, v])):
@@ -132,4 +142,4 @@ class RingAttention(torch.autograd.Function):
                 of_kv = of_kv if coming is None else of_kv.add_(coming.wait())
                 coming = ring.shift(of_kv)
         of_k, of_v = own if coming is None else own.add_(coming.wait())
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None

@@ -94,9 +94,8 @@ def refused(model: str, options: dict[str, Any]) -> str:
     [
         (2, "llama", {}, "is no causal language model of transformers"),
         (2, "plain", {}, "Plain is no causal language model"),
-        (2, "lm, gpt2, dropout", {}, "no ring draws dropout within attention"),
         (2, "lm, gpt2, dropout", ULYSSES, ""),
-        (2, "lm, gpt2, dropout", PYTORCH, "no ring draws dropout within attention"),
+        (2, "lm, gpt2, dropout", PYTORCH, "--context-parallel pytorch_cp draws no dropout within attention"),
         (2, "lm, qwen2, window", {}, "Qwen2Attention uses sliding_window, which no ring does here"),
     ],
 )
