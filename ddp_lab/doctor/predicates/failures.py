@@ -13,7 +13,9 @@ SOON = 100
 NOTHING_MORE = 3
 """Lines that a program may write after the exception that ended it."""
 _OUT_OF_MEMORY = re.compile(
-    r"(?:CUDA|HIP) out of memory\b|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed)"
+    r"^(?!.*Tried to allocate more than 1EB)"
+    r".*?(?:(?:CUDA|HIP) out of memory\b|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed))",
+    re.MULTILINE,
 )
 _MEMORY_REFUSED = re.compile(
     r"(?:Cuda|CUDA|HIP) failure (?:2 )?'out of memory'|(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
@@ -41,6 +43,8 @@ _BARRIER = re.compile(
 
 _COMPLETED = re.compile("Completed store-based barrier")
 _BUILDS = re.compile(r"Using \S{0,20} {0,2}\S{0,200}torch_extensions\S{0,80} as PyTorch extensions root")
+_MEETS_IN_FILE = re.compile(r"\b(?:init_method|dist_url|init-method|dist-url)\b\W{1,6}file:/")
+_NOT_MET = re.compile(r"connectFullMesh failed|Timeout waiting for key: \S")
 _CONNECTED = re.compile(r"\[c10d\b[^\]\n]{0,12}\] The client socket has connected to ")
 
 
@@ -132,6 +136,12 @@ def store_barrier_too_few(facts: Facts) -> Match | None:
     waits = _barrier(facts, lambda said, size, came: came < size)
     is_over = facts.search(_COMPLETED) or store_barrier_too_many(facts)
     return waits if waits and not is_over and facts.ended_with(waits.lines) else None
+
+
+def file_store_misleads(facts: Facts) -> Match | None:
+    """A rank that meets the others in a file finds nobody where the file says, or no key."""
+    named, failed = facts.search(_MEETS_IN_FILE), facts.search(_NOT_MET)
+    return Match(named[:1] + failed) if named and failed else None
 
 
 def store_answers_nothing(facts: Facts) -> Match | None:
