@@ -39,7 +39,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     put_in(module, context)
     traffic = Traffic(module, context, recomputed)
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
-    return replace(parts, context_size=context.ring.size, context_traffic=traffic)
+    return replace(parts, context_size=context.ring.size, context_traffic=traffic, part_of_tokens=context.part)
 
 
 def require_known(module: nn.Module, config: RunConfig) -> None:

@@ -1,8 +1,9 @@
 """Which samples a forward pass is of, so that runs that cut a batch differently can be compared sample by sample."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_lab.parity import sketch, store
@@ -13,14 +14,19 @@ IGNORED = -100
 
 
 class MicroBatches:
-    """Attributes:
-    inside: A forward pass of the whole model runs; always in a pipeline, where it has no one beginning.
-    number: Of the current micro-batch in the step, from 0; -1 outside of them.
-    keys: For each micro-batch of the step, a number for each of its samples, by content.
+    """
+    Args:
+        part_of_tokens: What this rank has of (samples, tokens), if ranks cut the tokens behind what is seen here.
+
+    Attributes:
+        inside: A forward pass of the whole model runs; always in a pipeline, where it has no one beginning.
+        number: Of the current micro-batch in the step, from 0; -1 outside of them.
+        keys: For each micro-batch of the step, a number for each of its samples, by content.
     """
 
-    def __init__(self, in_pipeline: bool) -> None:
+    def __init__(self, in_pipeline: bool, part_of_tokens: Callable[[Tensor], Tensor] | None = None) -> None:
         self._in_pipeline = self.inside = in_pipeline
+        self._part_of_tokens = part_of_tokens
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -59,6 +65,10 @@ class MicroBatches:
                 tensor = tensor * (mask != 0)
             content.append(tensor.masked_fill(tensor == IGNORED, 0) if not tensor.is_floating_point() else tensor)
         self.keys.append(sketch.fingerprints(content).tolist() if content else [])
+        if self._part_of_tokens is not None and first is not None and first.dim() > 1:
+            whole = torch.ones_like(first, dtype=torch.bool) if mask is None else mask
+            mask = self._part_of_tokens(whole.bool())
+            self._rows[-1] = mask.numel()
         is_padded = mask is not None and mask.dim() == 2 and not mask.bool().all()
         self._masks.append(mask.bool() if is_padded else None)  # type: ignore[union-attr]
 

@@ -58,7 +58,10 @@ class Recorder:
         self._undo: list[Callable[[], None]] = []
         self._names = {id(p): subject.plain(name) for name, p in self._module.named_parameters()}
         self._randomness = torch.Generator().manual_seed(17) if another_rounding else None
-        self._micro_batches = MicroBatches(isinstance(of, Strategy) and of.is_in_pipeline)
+        parts = of.model_parallel if isinstance(of, Strategy) else None
+        self._micro_batches = MicroBatches(
+            isinstance(of, Strategy) and of.is_in_pipeline, parts.part_of_tokens if parts else None
+        )
         self._open()
         for _, part in subject.state(of):
             self._add_part(store.START, part)

@@ -146,6 +146,7 @@ class ModelParallel:
     traffic: What the parts of the model send to each other in a step of so many micro-batches.
     context_size: Over how many ranks tokens are cut. Each makes so many times its part of a loss: on average the loss.
     context_traffic: What these send to each other.
+    part_of_tokens: What this rank has of (samples, tokens) of a whole batch, if tokens are cut. What fills up is 0.
     copies: Where parameters are cut over ranks that see different samples (`ep`): those of the ranks that share the
         work that hold the same of them as this one.
     of_experts: The names of these parameters. All else, all ranks that share the work hold.
@@ -162,6 +163,7 @@ class ModelParallel:
     traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
     context_size: int = 1
     context_traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
+    part_of_tokens: Callable[[Tensor], Tensor] | None = None
     copies: dist.ProcessGroup | None = None
     of_experts: frozenset[str] = frozenset()
     balance: "Balance | None" = None

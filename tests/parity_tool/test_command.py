@@ -97,7 +97,7 @@ MORE = {
     "pytorch_tp": ["--choice", "pytorch_tp", "--mesh", "tp=2", *LANGUAGE],
     "pipeline": ["--choice", "tp", "--mesh", "pp=2", *LANGUAGE],
     "pipelines": ["--choice", "zero1", "--mesh", "dp=2,pp=2", "--ranks", "4", *LANGUAGE],
-    "context": ["--choice", "zero1", "--mesh", "cp=2", *LANGUAGE],
+    "context": ["--choice", "zero1", "--mesh", "cp=2", *LANGUAGE, "--sequence-length", "17"],  # and what fills it up
     "ring": ["--choice", "tp", "--mesh", "dp=2,cp=2", "--ranks", "4", "--context-parallel", "ring", *LANGUAGE],
     "experts": ["--choice", "zero1", "--mesh", "ep=2", "--workload", "sample-moe", "--device", "cpu"],
     "hsdp": ["--choice", "zero3", "--mesh", "replicate=2,shard=2", "--ranks", "4", *PLAIN],

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
+from context_parallel.layout import Layout
 from ddp_lab.parity.limits import forgive_small
 from ddp_lab.parity.micro_batches import MicroBatches, rows_of
 from ddp_lab.parity.quantity import Quantity
@@ -58,6 +60,19 @@ def test_rows_are_those_of_samples(shape: tuple[int, ...]) -> None:
     rows, keys, _ = rows_of(tensor, batches, 0)
     by_sample = tensor.transpose(0, 1) if shape[0] == 16 else tensor
     assert keys == batches.keys[0] and torch.equal(rows, by_sample.reshape(8, -1))
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 1], [1, 1, 0]])
+def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask: list[int]) -> None:
+    """Of two ranks that cut three tokens and one that fills them up: the early and the late one, and those between."""
+    layout, counted = Layout(2, zigzag=True), []
+    for rank in (0, 1):
+        batches = MicroBatches(False, lambda whole, rank=rank: layout.part(functional.pad(whole, (0, 1)), rank))  # type: ignore[misc]
+        batches.begin((), {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([mask, [1, 1, 1]])})
+        rows, _, elements = rows_of(torch.ones(2, 2, 5), batches, 0)
+        assert rows.sum(1).tolist() == elements
+        counted.append(elements)
+    assert torch.tensor(counted).sum(0).tolist() == [5 * sum(mask), 15]
 
 
 @pytest.mark.parametrize(("error", "is_noise"), [(1.0, True), (0.0, False)])
