@@ -56,7 +56,6 @@ class Recorder:
         self.known: dict[str, Any] = {}  # more facts of the run
         self.whole: str | None = None
         self._undo: list[Callable[[], None]] = []
-        self._names = {id(p): subject.plain(name) for name, p in self._module.named_parameters()}
         self._randomness = torch.Generator().manual_seed(17) if another_rounding else None
         parts = of.model_parallel if isinstance(of, Strategy) else None
         self._micro_batches = MicroBatches(
@@ -85,15 +84,16 @@ class Recorder:
     def _open(self) -> None:
         self._rows, self._order, self._tensors = store.Rows(), 0, dict[str, list[Tensor]]()
         self._facts: dict[str, Any] = {"norms": [], "masks": {}}
+        self._read = set[str]()  # gradients
         self._micro_batches.begin_step()
 
     def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if not self._is_over:  # else a second optimizer of the step
-            for part in subject.gradients(self._of):
-                self._add_part(store.GRADIENT, part)
+        for part in subject.gradients(self._of, optimizer, self._read):  # of a second optimizer: the rest
+            self._add_part(store.GRADIENT, part)
+            self._read.add(part[0])
         if optimizer is not None:
             of_all = self._facts.setdefault("optimizer", {})
-            of_all |= subject.settings(optimizer, lambda p: self._names.get(id(p)))
+            of_all |= subject.settings(optimizer, lambda tensor: subject.names_of(tensor, self._module))
 
     def _end_step(self) -> None:
         """Read what the step has made, as late as can be: a loop may send or average parameters after `step()`."""
@@ -116,7 +116,7 @@ class Recorder:
                 "frozen": [subject.plain(n) for n, p in self._module.named_parameters() if not p.requires_grad],
             }
         )
-        facts["norms"] = [float(norm) for norm in facts["norms"]]
+        facts["norms"] = [float(norm) for norm in facts["norms"]] or subject.norms(self._of)
         facts["masks"] = {name: [int(one) for one in drawn] for name, drawn in facts["masks"].items()}
         store.write(self._folder, self._rank, self._step, self._rows, facts, self._tensors)
         self._step += 1
@@ -210,15 +210,14 @@ class Recorder:
         parameter = getattr(module, of, None)
         if type(parameter) is not nn.Parameter or output.shape[-1:] != parameter.shape:
             return
+        size = parameter.numel()  # an engine may take its elements before backward
         by = None if of == "bias" else (output.detach() / parameter.detach()).nan_to_num(0.0, 0.0, 0.0)
 
         def add(gradient: Tensor) -> None:
             each = gradient.detach() if by is None else gradient.detach() * by
             rows, keys, _ = rows_of(each, self._micro_batches, number)
-            shares = rows.double().view(len(rows), -1, parameter.numel()).sum(1)
-            self._add(
-                sketch.of_rows(shares), keys, store.SHARE, f"{name}.{of}", 0, [parameter.numel()] * len(keys), "float64"
-            )
+            shares = rows.double().view(len(rows), -1, size).sum(1)
+            self._add(sketch.of_rows(shares), keys, store.SHARE, f"{name}.{of}", 0, [size] * len(keys), "float64")
 
         output.register_hook(add)
 

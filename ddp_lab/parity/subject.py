@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -9,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.parity import sketch
+from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.interface import Strategy
 
 WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 """What wrappers put into a name."""
+ENGINES = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
+"""What wraps the user's module, or is derived from what does, by name of its class."""
 Part = tuple[str, int, tuple[int, ...], Tensor]
 """Name; first element of a part, or -1 for a whole tensor; shape of the whole; sketch."""
 
@@ -25,7 +29,7 @@ def plain(name: str) -> str:
 def module_of(subject: "Strategy | nn.Module") -> nn.Module:
     """The innermost module that is the user's own."""
     module = subject.module if isinstance(subject, Strategy) else subject
-    while type(module).__name__ in ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
+    while ENGINES & {one.__name__ for one in type(module).__mro__}:
         module = module.module  # type: ignore[assignment]
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
@@ -54,18 +58,55 @@ def part_of(name: str, tensor: Tensor) -> Part:
     return name, first, tuple(tensor.shape), sketch.of_block(block.view(shape), offsets, tensor.shape)
 
 
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Megatron keeps it in `main_grad`, DeepSpeed in buffers of its own."""
-    if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
-        from deepspeed.utils import safe_get_full_grad
+def shard_of(name: str, parameter: Any) -> Part | None:
+    """This rank's part of a parameter that an engine keeps flat and cut (ZeRO stage 3). None: of another kind.
 
-        whole: Tensor | None = safe_get_full_grad(parameter)
-        return whole
+    Raises:
+        UnsupportedError: the part is on a disk.
+    """
+    if not hasattr(parameter, "ds_tensor"):
+        return None
+    held, shape = parameter.ds_tensor.detach(), tuple(parameter.ds_shape)
+    if held.numel() < parameter.ds_tensor.ds_numel:
+        raise UnsupportedError(f"ddp_lab.parity.watch cannot read {name}, which is offloaded to NVMe")
+    first = min(held.numel() * dist.get_rank(parameter.ds_process_group), prod(shape))
+    return part_in_order(name, first, shape, held.flatten()[: prod(shape) - first])
+
+
+def updated_of(parameter: Any) -> tuple[int, Tensor] | None:
+    """What an optimizer of this rank updates for a parameter, as a view into its flat tensor, and which element of the
+    parameter it begins with (ZeRO). None: the parameter itself, or nothing on this rank."""
+    if hasattr(parameter, "ds_tensor") and parameter.requires_grad:
+        engine, size = parameter._z3_optimizer, prod(parameter.ds_shape)
+        group, start, count = engine.grad_position[engine.get_param_id(parameter)]
+        first = min(count * dist.get_rank(parameter.ds_process_group), size)
+        return first, engine.fp32_partitioned_groups_flat[group][start : start + min(count, size - first)]
+    linked = getattr(parameter, "_hp_mapping", None)
+    return None if linked is None else (linked.lp_fragment_address.start, linked.hp_fragment)
+
+
+def place_in(flat: Tensor, view: Tensor) -> slice | None:
+    """Which elements of a flat tensor a view is of. None: of none."""
+    start = int(view.storage_offset() - flat.storage_offset())
+    if view.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+        return None
+    return slice(start, start + view.numel()) if 0 <= start <= flat.numel() - view.numel() else None
+
+
+def part_in_order(name: str, first: int, shape: tuple[int, ...], values: Tensor) -> Part:
+    """Of elements that follow each other."""
+    return name, first, shape, sketch.of_block(values, [first], [prod(shape)])
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Megatron keeps it in `main_grad`."""
     return getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
 
 
-def gradients(subject: "Strategy | nn.Module") -> Iterator[Part]:
-    """Of the step that is about to be taken. Collective for a strategy."""
+def gradients(
+    subject: "Strategy | nn.Module", optimizer: torch.optim.Optimizer | None, known: set[str]
+) -> Iterator[Part]:
+    """Of the step that is about to be taken, without those of `known` names. Collective for a strategy."""
     if isinstance(subject, Strategy):
         wholes = {} if subject.options.overlap_optimizer else subject.full_gradients()
         if subject.model_parallel is not None and dist.get_rank(subject.everyone) != 0:
@@ -74,9 +115,22 @@ def gradients(subject: "Strategy | nn.Module") -> Iterator[Part]:
             yield plain(name), -1, tuple(gradient.shape), sketch.of_tensor(gradient)
         return
     for name, parameter in module_of(subject).named_parameters():
-        theirs = gradient_of(parameter)
-        if theirs is not None:
-            yield part_of(plain(name), theirs)
+        if plain(name) in known:
+            continue
+        if not hasattr(parameter, "ds_tensor") and not hasattr(parameter, "_hp_mapping"):
+            if (whole := gradient_of(parameter)) is not None:
+                yield part_of(plain(name), whole)
+        elif optimizer is not None and (updated := updated_of(parameter)) is not None:
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            for flat in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
+                if (place := place_in(flat, updated[1])) is not None:
+                    yield part_in_order(plain(name), updated[0], shape, flat.grad.detach().flatten()[place])
+
+
+def norms(subject: "Strategy | nn.Module") -> list[float]:
+    """By which an engine has clipped in its step, without a call of the loop's."""
+    clips, norm = (getattr(subject, name, lambda: None)() for name in ("gradient_clipping", "get_global_grad_norm"))
+    return [float(norm)] if clips and norm is not None else []
 
 
 def state(subject: "Strategy | nn.Module") -> Iterator[tuple[bool, Part]]:
@@ -91,7 +145,7 @@ def state(subject: "Strategy | nn.Module") -> Iterator[tuple[bool, Part]]:
             yield plain(name) in buffers, (plain(name), -1, tuple(tensor.shape), sketch.of_tensor(tensor))
         return
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        yield plain(name) in buffers, part_of(plain(name), tensor)
+        yield plain(name) in buffers, shard_of(plain(name), tensor) or part_of(plain(name), tensor)
 
 
 def ties(module: nn.Module) -> list[list[str]]:
@@ -112,7 +166,14 @@ def hooked(subject: "Strategy | nn.Module") -> list[str]:
     ]
 
 
-def settings(optimizer: torch.optim.Optimizer, names: Callable[[Tensor], str | None]) -> dict[str, dict[str, Any]]:
+def names_of(tensor: Tensor, module: nn.Module) -> list[str]:
+    """Of the parameters that are updated when an optimizer updates this tensor."""
+    found = [plain(name) for name, parameter in module.named_parameters() if parameter is tensor]
+    views = ((plain(name), updated_of(parameter)) for name, parameter in module.named_parameters() if not found)
+    return found or [name for name, view in views if view is not None and place_in(tensor, view[1]) is not None]
+
+
+def settings(optimizer: torch.optim.Optimizer, names: Callable[[Tensor], list[str]]) -> dict[str, dict[str, Any]]:
     """What the optimizer does with each parameter: its group's numbers."""
     found: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -124,6 +185,5 @@ def settings(optimizer: torch.optim.Optimizer, names: Callable[[Tensor], str | N
         for key in ("fused", "foreach", "capturable", "differentiable"):
             numbers.pop(key, None)
         for parameter in group["params"]:
-            name = names(parameter)
-            found[name if name else f"group {number}"] = numbers
+            found |= dict.fromkeys(names(parameter) or [f"group {number}"], numbers)
     return found

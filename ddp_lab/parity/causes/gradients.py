@@ -22,6 +22,12 @@ def missing(made: Comparison, step: int) -> Cause | None:
     names, which, other = (in_a, "B", "A") if in_a else (in_b, "A", "B")
     if not names:
         return None
+    if not made.of(step, GRADIENT):
+        return Cause(
+            f"no gradient of run {which} could be read, and {len(names)} of run {other}",
+            "its optimizer updates tensors that are not the module's, as flat copies of an engine that watch does not "
+            "know. What both runs have agrees before that.",
+        )
     if set(names) & (set(made.a.first["frozen"]) ^ set(made.b.first["frozen"])):
         why = "it is frozen in one run (trap 8)."
     elif {name.rpartition(".")[0] for name in names} & made.unseen:
@@ -34,7 +40,7 @@ def missing(made: Comparison, step: int) -> Cause | None:
 
 def hooks(made: Comparison, first: Quantity) -> Cause | None:
     differing = {one.name for one in made.of(first.step, GRADIENT) if one.differs}
-    if not differing <= set(made.a.first["hooked"]):
+    if not differing <= set(made.a.first["hooked"]) or len(differing) == len(made.of(first.step, GRADIENT)):
         return None
     return Cause(
         f"{first.name} has a gradient hook, and gradients without one agree",
@@ -226,7 +232,8 @@ def other_norms(made: Comparison, step: int) -> Cause | None:
     return Cause(
         f"step {step}: the norm by which run B clips is {b[0]:.6g}, and run A's is {a[0]:.6g} "
         f"({times(made, b[0] / a[0])})",
-        "the norm counts replicas, misses shards, or is read before the reduction or the unscaling (trap 9).",
+        "the norm counts replicas, misses shards, or is read before the reduction or the unscaling (trap 9); or the "
+        "loss has another scale, which clipping takes out (trap 4).",
     )
 
 

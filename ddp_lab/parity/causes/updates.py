@@ -71,7 +71,7 @@ def of_some_ranks(made: Comparison, first: Quantity) -> Cause | None:
     if not (ranks := some_ranks(first)):
         return None
     holders = {rank for one in made.of(first.step, GRADIENT) if one.name == first.name for rank, _ in one.error}
-    if holders and not holders & set(ranks):
+    if holders and not holders & {-1, *ranks}:
         return Cause(
             f"rank {listed(ranks)} has no gradient of {first.name}, and others have one",
             "a rank that does not use a parameter must still take what the others made for it, zeros of its own added "
