@@ -51,7 +51,7 @@ def require_known(module: nn.Module, config: RunConfig) -> None:
     name, settings = type(module).__name__, getattr(module, "config", None)
     if getattr(module, "loss_type", "") not in (None, "ForCausalLM") or not attentions(module):
         raise UnsupportedError(
-            f"--mesh with cp: {name} is no causal language model of transformers; take --task causal-lm, or dp"
+            f"--mesh with cp: {name} is no causal language model of transformers, which it must be; or take dp"
         )
     text: Any = settings.get_text_config()  # type: ignore[union-attr]
     drops = [one for one in ("attention_dropout", "attn_pdrop") if getattr(text, one, 0)]

@@ -30,13 +30,13 @@ class Answer:
                 [
                     head,
                     "first difference: none",
-                    f"least agreement: {worst.digits:.1f} digits, {named(worst)}",
+                    f"least agreement: {worst.agreement}, {named(worst)}",
                     *unseen(made),
                 ],
                 None,
             )
         before = made.quantities[: made.quantities.index(first)] if first is not None else made.quantities
-        agreeing = min((one.digits for one in before), default=None)
+        least = min(before, key=lambda one: one.digits, default=None)
         lines = [
             head,
             f"first difference: {cause.name if cause else named(first)}",  # type: ignore[arg-type]
@@ -44,8 +44,8 @@ class Answer:
             f"usually: {cause.usually}"
             if cause
             else "usually: no known fault looks like this one; see the page's table",
-            f"before it: {len(before)} quantities agree, to {agreeing:.1f} digits or more"
-            if agreeing is not None
+            f"before it: {len(before)} quantities agree, to {least.agreement} or more"
+            if least
             else "before it: nothing",
         ]
         return cls(True, [*lines, *unseen(made)], cause)

@@ -103,14 +103,14 @@ def train_and_compare(options: argparse.Namespace, flags: Sequence[str]) -> int:
         reference, of_reference = oracle(config), 1
     root = Path(options.output_dir) / config.label
     degrees = dict(mesh.degrees) if mesh else {}
-    wanted = [("a", reference, of_reference), ("b", config, ranks), ("yardstick", reference, of_reference)]
-    with long_work(f"parity of {config.label}: three runs of {options.steps} steps") as tell:
+    wanted = [("b", config, ranks), ("a", reference, of_reference), ("yardstick", reference, of_reference)]
+    with long_work(f"parity of {config.label}: three runs of {options.steps} steps", total=len(wanted)) as tell:
         for name, of_run, size in wanted:
             folder = (root / name).absolute()
             shutil.rmtree(folder, ignore_errors=True)
-            tell(f"{of_run.label} on {size} {'rank' if size == 1 else 'ranks'}")
             with asking(Asked(str(folder), options.steps, name == "yardstick", degrees if name == "b" else {})):
                 train(of_run, size)
+            tell(f"{of_run.label} on {size} {'rank' if size == 1 else 'ranks'} is recorded")
     named = f"{options.against} on {ranks} ranks" if options.against else "one process"
     notes = [f"{config.label} on {ranks} ranks against {named}, {options.steps} steps, dropout 0"]
     return answer_of(root / "a", root / "b", root / "yardstick", root, notes)

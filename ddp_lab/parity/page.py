@@ -25,7 +25,7 @@ def write_page(path: Path, made: Comparison, answer: Answer) -> Path:
             "x": round(10 + 980 * place / max(len(quantities) - 1, 1), 1),
             "y": round(210 - 12.5 * min(one.digits, MOST_DIGITS), 1),
             "name": named(one),
-            "digits": f"{one.digits:.1f}",
+            "agreement": one.agreement,
             "differs": one.differs,
         }
         for place, one in enumerate(quantities)
@@ -49,7 +49,7 @@ def summary(step: int, kind: str, quantities: list[Quantity]) -> dict[str, objec
         "step": step,
         "kind": KINDS.get(kind, kind),
         "count": len(quantities),
-        "digits": f"{least.digits:.1f}",
+        "agreement": least.agreement,
         "name": least.name or "the whole model",
         "differing": sum(one.differs for one in quantities),
     }

@@ -52,6 +52,11 @@ class Quantity:
         return max(0.0, float(-np.log10(max(self.worst, 1e-16)))) if np.isfinite(self.worst) else 0.0
 
     @property
+    def agreement(self) -> str:
+        """`digits` with its unit."""
+        return f"{self.digits:.1f} digits" if self.worst else "every bit"
+
+    @property
     def one_factor(self) -> float | None:
         """The factor, if it is the same on all ranks and in all micro-batches, and explains the difference."""
         values = list(self.factor.values())

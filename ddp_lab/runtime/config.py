@@ -15,7 +15,7 @@ from ddp_lab.runtime.settings.checkpoints import CheckpointSettings
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, CommunicationSettings
 from ddp_lab.runtime.settings.data import DataSettings
 from ddp_lab.runtime.settings.field import Rules, check, flag_name, flags_of
-from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, SOFTMAX, ZB_H1, ZIGZAG, MeshSettings
+from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, PYTORCH, SOFTMAX, ZB_H1, ZIGZAG, MeshSettings
 from ddp_lab.runtime.settings.profiling import ProfilingSettings
 from ddp_lab.runtime.settings.training import TrainingSettings
 from ddp_lab.strategy.options import FP16, StrategyOptions
@@ -63,6 +63,10 @@ RULES: Rules = (
     (
         lambda c: c.cuts_tokens or c.context_parallel == ZIGZAG,
         "--context-parallel {0.context_parallel}: must be with --mesh and cp above 1",
+    ),
+    (
+        lambda c: c.link == NONE or not (c.has_experts or c.context_parallel == PYTORCH),
+        f"--link {{0.link}}: must be without ep and --context-parallel {PYTORCH}, whose all-to-alls it cannot pace",
     ),
     (
         lambda c: not (c.cuts_layers or c.cuts_tokens) or c.strategy.loss_chunks == 1,

@@ -29,7 +29,9 @@ Rule = Callable[[Comparison, Quantity], Cause | None]
 def factor_name(made: Comparison, factor: float) -> str:
     """What `factor` may be in the runs: ranks, micro-batches, degrees of a mesh, the loss scale."""
     ranks, micro = made.b.ranks / made.a.ranks, made.b.micro_batches / made.a.micro_batches
-    known = [("ranks", ranks), ("micro-batches", micro), ("ranks x micro-batches", ranks * micro)]
+    known = [("ranks", ranks), ("micro-batches", micro)]
+    if ranks != 1 and micro != 1:
+        known.append(("ranks x micro-batches", ranks * micro))
     known += [(f"{name} of the mesh", float(degree)) for name, degree in made.b.first.get("mesh", {}).items()]
     if factor >= SCALE and abs(np.log2(factor) - round(np.log2(factor))) < NEAR:
         known.append(("a loss scale", factor))
