@@ -1,6 +1,7 @@
 """The complaints of a log that no rule explains, so that nothing is hidden.
 
-Those that differ only in numbers are one, with how often it is there, on which ranks, and where first.
+Those that differ only in numbers are one, and so are ends of processes that mean the same, with how often they are
+there, on which ranks, and where first.
 """
 
 import re
@@ -14,7 +15,7 @@ import msgspec
 
 from ddp_lab.doctor.diagnosis import Finding
 from ddp_lab.doctor.facts import Facts
-from ddp_lab.doctor.reading.complaints import KINDS
+from ddp_lab.doctor.reading.complaints import END, KINDS
 from ddp_lab.doctor.reading.texts import JOB_RANK, Line, ranks_in_words
 
 _NUMBER = re.compile(
@@ -69,7 +70,9 @@ def unexplained(facts: Facts, findings: Sequence[Finding]) -> list[Complaint]:
     ranks = {line: process.rank for process in facts.processes for line in process.warnings}
     found: dict[tuple[str, str], Complaint] = {}
     for kind, said, line, where in facts.complaints:
-        complaint = found.setdefault((kind, _alike(said)), Complaint(kind, said, [], where=where))
+        new = Complaint(kind, said, [], where=where)
+        same = new.meaning.says if kind == END and new.meaning else _alike(said)
+        complaint = found.setdefault((kind, same), new)
         complaint.lines.append(line)
         match = JOB_RANK.search(line.text)
         rank = int(match[1]) if match else ranks.get(line)

@@ -11,6 +11,7 @@ from ddp_lab.doctor.complaints import Complaint
 from ddp_lab.doctor.diagnosis import Finding, advice
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.live.results import Live
+from ddp_lab.doctor.reading.complaints import END
 from ddp_lab.doctor.reading.inputs import Inputs, looked_for
 from ddp_lab.doctor.reading.nccl_log import differences
 from ddp_lab.doctor.reading.texts import count_of, printable
@@ -46,7 +47,9 @@ class Report:
 
     def write(self) -> None:
         names_cause = bool(self.findings) and self.findings[0].rule.kind in ("cause", "place")
-        if not names_cause and self.complaints:
+        may_be_cause = any(complaint.kind != END for complaint in self.complaints)
+        comes_first = not self.findings or (may_be_cause and not names_cause)
+        if comes_first and self.complaints:
             self._write_complaints("The log says, and no rule explains:")
             self._say("")
         if self.findings:
@@ -54,7 +57,7 @@ class Report:
         else:
             self._write_unknown()
         self._write_further(self.findings[1:])
-        if names_cause and self.complaints:
+        if not comes_first and self.complaints:
             self._write_complaints("\nThe log says as well, and no rule explains:")
         if self.live:
             write_live(self.console, self.live)
