@@ -33,10 +33,11 @@ def besides(plan: Plan, jobs: int | None, recorded: bool) -> list[str]:
     if nearest is not None and best is not None:
         remedies = [(words, task) for words, task in remedies if task[1] == nearest["choice"]]
     hints = [] if best is None else list(faster(plan.case_of(best.get("mesh")), str(best["choice"]), recorded))
-    tasks = [task for _, task in (*remedies, *hints)]
-    if not tasks:
+    variants = [*remedies, *hints]
+    if not variants:
         return []
-    found = told(partial(outcomes, jobs=jobs), tasks, "settings beside")
+    of = "variant" if len(variants) == 1 else "variants"
+    found = told(partial(outcomes, jobs=jobs), [task for _, task in variants], of, [words for words, _ in variants])
     sentences = []
     if nearest is not None and remedies:
         sentences.append(what_fits(nearest, remedies, found[: len(remedies)]))

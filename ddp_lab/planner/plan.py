@@ -195,11 +195,12 @@ def outcomes(tasks: Sequence[Task], jobs: int | None = None) -> Iterator[Outcome
         yield from simulate(tasks)
 
 
-def told(simulate: Simulate, tasks: Sequence[Task], of: str) -> list[Outcome]:
-    """The outcomes of these tasks, each with a line when it is there."""
+def told(simulate: Simulate, tasks: Sequence[Task], of: str, changes: Sequence[str] = ()) -> list[Outcome]:
+    """The outcomes of these tasks, each with a line when it is there. `changes`: what is other in each."""
     found: list[Outcome] = []
     with long_work(f"simulating {len(tasks)} {of}", len(tasks)) as tell:
         for outcome in simulate(tasks):
+            change = f" with {changes[len(found)]}" if changes else ""
             found.append(outcome)
-            tell(f"{outcome.name}: {outcome.gist}")
+            tell(f"{outcome.name}{change}: {outcome.gist}")
     return found

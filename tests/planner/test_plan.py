@@ -317,6 +317,7 @@ def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path: Path) -> None:
     assert 1.2 < found[0] / found[1] < 1.5
     assert "(4.7 M parameters)" in answer.stdout and "Take zero1@dp2-ep2 (main_parallel.py" in answer.stdout
     assert " --workload sample-moe " in answer.stdout and " --model " not in answer.stdout
+    assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
     assert "Experts: each is assumed to get equally many tokens" in answer.stdout
     assert "Experts: " not in plan(*TINY, *WHERE, "--choices", "zero1", "--jobs", "1").stdout
 
