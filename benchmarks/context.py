@@ -110,6 +110,7 @@ def main() -> int:
             if ranks.is_main:
                 print(table.to_string(index=False, float_format="{:.1f}".format))
                 if options.csv:
+                    options.csv.parent.mkdir(parents=True, exist_ok=True)
                     table.to_csv(options.csv, index=False)
     except (UserError, OSError) as error:
         exit_with_error(str(error))

@@ -74,7 +74,7 @@ def add_plan_flags(parser: argparse.ArgumentParser, mesh: str | None = None, **o
         help=f"ranks by dimension, as the runner's: dp=4,tp=2; auto: all that fit (default: {mesh or 'none'})",
     )
     add_flags(parser, AS_THE_RUNNERS, global_batch_size=None, grad_accum_steps=None, **other)
-    add("--price", type=amount, help="of one device for an hour, in any currency (default: a list price, in dollars)")
+    add("--price", type=amount, help="of one device for an hour, in US dollars (default: a list price)")
     add("--tokens", type=at_least(1, float), help="tokens of the whole training: adds its hours and its cost")
     add("--record", type=Path, metavar="FILE", help="operators as `ddp-lab plan record` timed them")
     add(

@@ -20,7 +20,7 @@ class Price:
     """Of one device for an hour.
 
     Attributes:
-        amount: In US dollars where it is from the table, else in the currency of `--price`.
+        amount: In US dollars.
         source: Who asks it, and when that was read.
     """
 

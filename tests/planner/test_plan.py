@@ -27,7 +27,7 @@ from ddp_lab.planner.rates import TABLE, flops_of_a_sample, listed_price, multip
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, WIDTH
 from ddp_lab.planner.report.recommendation import reasons, recommended
 from ddp_lab.planner.report.table import Plan, framed, interval
-from ddp_lab.planner.report.wording import runner_command
+from ddp_lab.planner.report.wording import price_line, runner_command
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
@@ -124,6 +124,7 @@ def test_prices_are_of_devices_that_there_are() -> None:
     price = listed_price("H100")
     assert price and price.amount == 3.99 and price.source.endswith("; read on 2026-09-20")
     assert listed_price("cpu") is None
+    assert price_line(case(price=3.99)) == "Price: $3.99 an hour for each device (as given)."
 
 
 def test_a_table_is_as_wide_as_there_is_room() -> None:

@@ -81,7 +81,7 @@ def price_line(case: Case) -> str:
     """What a device costs, and who says so."""
     if case.price is None:
         return f"Price: none is listed for {case.cluster.device.name}; --price PER_HOUR adds what tokens cost."
-    return f"Price: {case.price.amount:g} an hour for each device ({case.price.source})."
+    return f"Price: ${case.price.amount:g} an hour for each device ({case.price.source})."
 
 
 ALWAYS = ("choice", "task", "model", "global_batch_size", "grad_accum_steps", "precision")
