@@ -93,7 +93,7 @@ class Recorder:
             self._read.add(part[0])
         if optimizer is not None:
             of_all = self._facts.setdefault("optimizer", {})
-            of_all |= subject.settings(optimizer, lambda tensor: subject.names_of(tensor, self._module))
+            of_all |= subject.settings(optimizer, self._module)
 
     def _end_step(self) -> None:
         """Read what the step has made, as late as can be: a loop may send or average parameters after `step()`."""

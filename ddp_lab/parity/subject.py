@@ -1,7 +1,7 @@
 """How parameters and gradients are read, whatever wraps a model: a strategy of this project, DDP, FSDP2, DeepSpeed."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -166,15 +166,11 @@ def hooked(subject: "Strategy | nn.Module") -> list[str]:
     ]
 
 
-def names_of(tensor: Tensor, module: nn.Module) -> list[str]:
-    """Of the parameters that are updated when an optimizer updates this tensor."""
-    found = [plain(name) for name, parameter in module.named_parameters() if parameter is tensor]
-    views = ((plain(name), updated_of(parameter)) for name, parameter in module.named_parameters() if not found)
-    return found or [name for name, view in views if view is not None and place_in(tensor, view[1]) is not None]
-
-
-def settings(optimizer: torch.optim.Optimizer, names: Callable[[Tensor], list[str]]) -> dict[str, dict[str, Any]]:
+def settings(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
     """What the optimizer does with each parameter: its group's numbers."""
+    named = {plain(name): parameter for name, parameter in module.named_parameters()}
+    names = {id(parameter): [name] for name, parameter in named.items()}
+    views = {name: updated[1] for name, parameter in named.items() if (updated := updated_of(parameter)) is not None}
     found: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
         numbers = {
@@ -185,5 +181,6 @@ def settings(optimizer: torch.optim.Optimizer, names: Callable[[Tensor], list[st
         for key in ("fused", "foreach", "capturable", "differentiable"):
             numbers.pop(key, None)
         for parameter in group["params"]:
-            found |= dict.fromkeys(names(parameter) or [f"group {number}"], numbers)
+            within = [name for name, view in views.items() if place_in(parameter, view) is not None]
+            found |= dict.fromkeys(names.get(id(parameter)) or within or [f"group {number}"], numbers)
     return found
