@@ -5,7 +5,8 @@ from the same state of the generators. No other rank has to know them, and none 
 
 Dropout acts on probabilities after they have been divided by their sum. So the sums by which outputs of blocks are put
 together are those without it. The kernels of GPUs draw masks each in its own way, and that of a CPU draws none. So here
-a block is plain products in fp32, and its probabilities exist until the next block.
+a block is plain products in fp32, and up to six tensors of its scores exist until the next block. No policy of
+selective recomputation sees these products, or it would keep them for all blocks.
 """
 
 from collections import deque
@@ -13,6 +14,7 @@ from collections import deque
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from context_parallel.blocks import Mask, repeated
 from ddp_lab.strategy.recompute.checkpoint import State
@@ -30,7 +32,7 @@ class Dropped:
         self._states: deque[State] = deque()  # one of the generators before each block
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), _disable_current_modes():
             self._states.append(State({q.device}))
             _, _, values, scores, factors = self._begun(q, k, v, mask, scale)
             lse = scores.logsumexp(-1)
@@ -51,7 +53,7 @@ class Dropped:
     def _begun(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, ...]:
         """Queries, keys and values of each head, the scores of the block, and the factors of its probabilities."""
         queries, keys, values = (one.to(torch.promote_types(q.dtype, torch.float32)) for one in (q, *repeated(q, k, v)))
-        scores = queries @ keys.mT * scale  # a tensor of its own: selective recomputation keeps the product
+        scores = (queries @ keys.mT).mul_(scale)
         if mask.bias is not None:
             scores += mask.bias
         if mask.causal:

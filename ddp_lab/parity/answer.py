@@ -44,11 +44,13 @@ class Answer:
             f"usually: {cause.usually}"
             if cause
             else "usually: no known fault looks like this one; see the page's table",
-            f"before it: {len(before)} quantities agree, to {least.agreement} or more"
-            if least
-            else "before it: nothing",
+            f"before it: {len(before)} quantities agree{to_digits(least)}" if least else "before it: nothing",
         ]
         return cls(True, [*lines, *unseen(made)], cause)
+
+
+def to_digits(least: Quantity) -> str:
+    return f", to {least.digits:.1f} digits or more" if least.worst else " without a difference"
 
 
 def named(one: Quantity) -> str:

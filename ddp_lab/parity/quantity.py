@@ -54,7 +54,7 @@ class Quantity:
     @property
     def agreement(self) -> str:
         """`digits` with its unit."""
-        return f"{self.digits:.1f} digits" if self.worst else "every bit"
+        return f"{self.digits:.1f} digits" if self.worst else "no difference"
 
     @property
     def one_factor(self) -> float | None:

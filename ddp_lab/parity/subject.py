@@ -15,7 +15,8 @@ from ddp_lab.strategy.interface import Strategy
 
 WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 """What wrappers put into a name."""
-ENGINES = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
+ENGINE = "DeepSpeedEngine"
+ENGINES = {"DistributedDataParallel", "DataParallel", ENGINE}
 """What wraps the user's module, or is derived from what does, by name of its class."""
 Part = tuple[str, int, tuple[int, ...], Tensor]
 """Name; first element of a part, or -1 for a whole tensor; shape of the whole; sketch."""
@@ -129,8 +130,11 @@ def gradients(
 
 def norms(subject: "Strategy | nn.Module") -> list[float]:
     """By which an engine has clipped in its step, without a call of the loop's."""
-    clips, norm = (getattr(subject, name, lambda: None)() for name in ("gradient_clipping", "get_global_grad_norm"))
-    return [float(norm)] if clips and norm is not None else []
+    if ENGINE not in {one.__name__ for one in type(subject).__mro__}:
+        return []
+    engine: Any = subject
+    norm = engine.get_global_grad_norm() if engine.gradient_clipping() else None
+    return [] if norm is None else [float(norm)]
 
 
 def state(subject: "Strategy | nn.Module") -> Iterator[tuple[bool, Part]]:

@@ -47,6 +47,8 @@ NOT_OF_THE_SHAPE = (
     "quantization_config",
 )
 """Entries of a `config.json` that are not taken over."""
+ATTENTION_DROPOUT = {"attn_pdrop", "attention_dropout"}
+"""What configurations call it."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,18 @@ class Model:
         else:
             maker = transformers.AutoModelForSequenceClassification
             config = self.configuration(num_labels=STARS, pad_token_id=0, use_cache=False)
-        for name in {"attn_pdrop", "attention_dropout"} & vars(config).keys():
+        for name in ATTENTION_DROPOUT & vars(config).keys():
             setattr(config, name, 0.0)
         try:
             return maker.from_config(config, trust_remote_code=False, dtype=torch.float32).train()
         except Exception as error:  # transformers' classes raise anything that their arithmetic leads to
             raise UserError(f"model {self.name}: cannot be built: {first_line(error)}") from error
+
+    @property
+    def attention_dropout(self) -> float:
+        """Of the configuration, which `build` sets to 0."""
+        settings = vars(self.configuration())
+        return max((settings[name] for name in ATTENTION_DROPOUT & settings.keys()), default=0.0)
 
     def configuration(self, **more: Any) -> Any:
         """transformers' configuration of it."""

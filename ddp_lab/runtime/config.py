@@ -65,8 +65,8 @@ RULES: Rules = (
         "--context-parallel {0.context_parallel}: must be with --mesh and cp above 1",
     ),
     (
-        lambda c: c.link == NONE or not (c.has_experts or c.context_parallel == PYTORCH),
-        f"--link {{0.link}}: must be without ep and --context-parallel {PYTORCH}, whose all-to-alls it cannot pace",
+        lambda c: c.link == NONE or c.fits_link,
+        f"--link {{0.link}}: must be {NONE} with ep and --context-parallel {PYTORCH}, whose all-to-alls it cannot pace",
     ),
     (
         lambda c: not (c.cuts_layers or c.cuts_tokens) or c.strategy.loss_chunks == 1,

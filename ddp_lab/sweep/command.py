@@ -132,7 +132,7 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
         import torch  # takes seconds; it may have no use for the device whose driver is there, as under WSL
 
         on_gpu = torch.cuda.is_available()
-    if not runs.gives("--link") and not on_gpu:
+    if not runs.gives("--link") and not on_gpu and config.fits_link:
         runs = replace(runs, flags=[*runs.flags, "--link", SWEEP_LINK])
     runs = replace(runs, on_gpu=on_gpu)
     config.require_profiled_ranks(options.ranks)

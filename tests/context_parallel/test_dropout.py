@@ -11,11 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from context_parallel.blocks import Mask
+from context_parallel.dropout import Dropped
 from context_parallel.ring import Ring, RingAttention
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.strategy.recompute.by_torch import KEPT
 from tests.context_parallel.test_attention import SCALE, Case, inputs, layout_of
 from tests.models import build, make_batch
 from tests.parity import one_step
@@ -90,8 +94,27 @@ def test_attention_with_dropout(ranks: RankPool, case: Case) -> None:
     pairs = seen_by(kept.shape[2], documents).expand_as(kept).sum().item()
     expected, spread = pairs * (1 - PROBABILITY), (pairs * PROBABILITY * (1 - PROBABILITY)) ** 0.5
     assert abs(kept.sum().item() - expected) < 4 * spread
-    blocks = [part[:, :, :, : case.unit] for part in kept.split(case.unit, 2)[1:]]
-    assert not any(torch.equal(one, blocks[0]) for one in blocks[1:]), "ranks draw the same masks"
+    chunks = [kept.split(case.unit, 2)[rank].split(case.unit, 3)[rank].tril() for rank in range(case.ranks)]
+    assert not any(torch.equal(one, chunks[0]) for one in chunks[1:]), "ranks draw the same masks"
+
+
+class Seen(TorchDispatchMode):
+    """The operators that a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[Any] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.add(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_no_policy_of_recomputation_keeps_scores() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with Seen() as seen:
+        Dropped(PROBABILITY).forward(q, q, q, Mask(causal=True), SCALE)
+    assert not seen.operators & KEPT
 
 
 # A whole model -------------------------------------------------------------------------------------------------------

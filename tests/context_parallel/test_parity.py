@@ -108,8 +108,8 @@ def test_what_is_refused(ranks: RankPool, ranks_of_cp: int, model: str, options:
     "settings, message",
     [
         ({"mesh": "dp=2", **RING}, "must be with --mesh and cp above 1"),
-        ({"mesh": "cp=2", "link": "1gbit", **PYTORCH}, "must be without ep and --context-parallel pytorch_cp"),
-        ({"mesh": "ep=2", "link": "1gbit"}, "must be without ep and --context-parallel pytorch_cp"),
+        ({"mesh": "cp=2", "link": "1gbit", **PYTORCH}, "must be none with ep and --context-parallel pytorch_cp"),
+        ({"mesh": "ep=2", "link": "1gbit"}, "must be none with ep and --context-parallel pytorch_cp"),
         ({"mesh": "cp=2", "loss_chunks": 2}, "must be without tp and cp"),
         ({"mesh": "cp=2", "compile": True}, "must be without tp and cp"),
     ],

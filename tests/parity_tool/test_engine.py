@@ -99,6 +99,16 @@ def test_deepspeed(stage: int, ranks: RankPool, tmp_path: Path) -> None:
         assert said in found.lines[1], (fault, found.lines)
 
 
+def test_a_module_with_names_of_an_engine(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 1)
+    net.gradient_clipping = 1.0  # type: ignore[assignment]
+    recorder = watch(net, tmp_path / "a", steps=1)
+    net(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    recorder.close()
+    assert read(tmp_path / "a").steps == [0]
+
+
 def test_gradients_that_cannot_be_read(tmp_path: Path) -> None:
     plainly(tmp_path / "a")
     plainly(tmp_path / "b", is_flat=True)

@@ -163,6 +163,14 @@ def test_choices_that_refuse_a_flag_are_left_out(sweep: Sweep) -> None:
     assert ended.stderr == "error: no choice can do what these flags ask for\n"
 
 
+def test_a_link_is_not_added_where_it_cannot_pace_a_mesh(sweep: Sweep) -> None:
+    sweep.of = ["parallel", "2"]
+    for mesh, workload, link in (("ep=2", "sample-moe", "none"), ("cp=2", "sample-lm", "2.5gbit")):
+        assert sweep.run("--mesh", mesh, "--workload", workload).returncode == 0 and sweep.asked
+        for arguments in sweep.asked.values():
+            assert parse_config("", tensor_parallel.REGISTRY, (), arguments).link == link
+
+
 def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
     sweep.run("--checkpoint-every", "2", train=stopped_in(CHOICES[1]))
     for choice in CHOICES[:2]:

@@ -13,10 +13,9 @@ SOON = 100
 NOTHING_MORE = 3
 """Lines that a program may write after the exception that ended it."""
 _OUT_OF_MEMORY = re.compile(
-    r"^(?!.*Tried to allocate more than 1EB)"
-    r".*?(?:(?:CUDA|HIP) out of memory\b|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed))",
-    re.MULTILINE,
+    r"(?:CUDA|HIP) out of memory\b|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed)"
 )
+_IMPOSSIBLE = re.compile(r"Tried to allocate more\s+than\s+1EB")
 _MEMORY_REFUSED = re.compile(
     r"(?:Cuda|CUDA|HIP) failure (?:2 )?'out of memory'|(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
 )
@@ -44,7 +43,10 @@ _BARRIER = re.compile(
 _COMPLETED = re.compile("Completed store-based barrier")
 _BUILDS = re.compile(r"Using \S{0,20} {0,2}\S{0,200}torch_extensions\S{0,80} as PyTorch extensions root")
 _MEETS_IN_FILE = re.compile(r"\b(?:init_method|dist_url|init-method|dist-url)\b\W{1,6}file:/")
+_NO_FILE = re.compile(r"Error: open\(/[^)\n]{1,300}\): (?:No such file or directory|Permission denied|Is a directory)")
 _NOT_MET = re.compile(r"connectFullMesh failed|Timeout waiting for key: \S")
+_NOT_CONTIGUOUS = re.compile(r"Error: (?:Tensors must be contiguous|input tensor has to be (?:contiguous|dense)\b)")
+_IN_A_COLLECTIVE = re.compile(r"distributed_c10d\.py|ProcessGroup\w{1,20}\.cpp")
 _CONNECTED = re.compile(r"\[c10d\b[^\]\n]{0,12}\] The client socket has connected to ")
 
 
@@ -99,7 +101,7 @@ def _that_ended(text: Text, own: Sequence[Said], failed: int | None, ignored: se
 
 def out_of_memory(facts: Facts) -> Match | None:
     """Torch's allocator says so, and the program did not catch it and try a smaller batch."""
-    return _not_survived(facts, _OUT_OF_MEMORY)
+    return _not_survived(facts, _OUT_OF_MEMORY, unless=_IMPOSSIBLE)
 
 
 def memory_refused(facts: Facts) -> Match | None:
@@ -107,12 +109,15 @@ def memory_refused(facts: Facts) -> Match | None:
     return _not_survived(facts, _MEMORY_REFUSED)
 
 
-def _not_survived(facts: Facts, pattern: re.Pattern[str]) -> Match | None:
-    """Lines that are torch's or NCCL's last word, or behind which the text ends or the job fails soon."""
+def _not_survived(facts: Facts, pattern: re.Pattern[str], unless: re.Pattern[str] | None = None) -> Match | None:
+    """Lines that are torch's or NCCL's last word, or behind which the text ends or the job fails soon. `unless`: these
+    say so, wrapped or not."""
     lines = []
     for text in facts.texts:
         failed = [line.number for line in facts.failures if line.path == text.path]
         for index, line in text.find(pattern):
+            if unless and unless.search(" ".join(each.text.strip() for each in text.lines[index : index + 3])):
+                continue
             is_last = line.number > text.lines[-1].number - LAST_LINES
             fails_soon = any(0 <= number - line.number <= SOON for number in failed)
             is_word = bool(JOB_RANK.search(line.text)) or "NCCL WARN" in line.text
@@ -139,9 +144,18 @@ def store_barrier_too_few(facts: Facts) -> Match | None:
 
 
 def file_store_misleads(facts: Facts) -> Match | None:
-    """A rank that meets the others in a file finds nobody where the file says, or no key."""
-    named, failed = facts.search(_MEETS_IN_FILE), facts.search(_NOT_MET)
-    return Match(named[:1] + failed) if named and failed else None
+    """A rank that meets the others in a file cannot open it; or it finds nobody where the file says, or no key, and no
+    rank has failed by itself."""
+    if not (named := facts.search(_MEETS_IN_FILE)):
+        return None
+    failed = facts.search(_NO_FILE) or ([] if program_exception(facts) else facts.search(_NOT_MET))
+    return Match(named[:1] + failed) if failed else None
+
+
+def sent_tensor_not_contiguous(facts: Facts) -> Match | None:
+    """In a log of a failed collective: kernels that are no collectives say the same."""
+    lines = facts.search(_NOT_CONTIGUOUS)
+    return Match(lines) if lines and facts.search(_IN_A_COLLECTIVE) else None
 
 
 def store_answers_nothing(facts: Facts) -> Match | None:

@@ -22,17 +22,17 @@ def missing(made: Comparison, step: int) -> Cause | None:
     names, which, other = (in_a, "B", "A") if in_a else (in_b, "A", "B")
     if not names:
         return None
-    if not made.of(step, GRADIENT):
-        return Cause(
-            f"no gradient of run {which} could be read, and {len(names)} of run {other}",
-            "its optimizer updates tensors that are not the module's, as flat copies of an engine that watch does not "
-            "know. What both runs have agrees before that.",
-        )
     if set(names) & (set(made.a.first["frozen"]) ^ set(made.b.first["frozen"])):
         why = "it is frozen in one run (trap 8)."
     elif {name.rpartition(".")[0] for name in names} & made.unseen:
         why = "its module runs without autograd: in a checkpoint with use_reentrant=True whose inputs need no gradient "
         why += "(use_reentrant=False does without), or under no_grad()."
+    elif not made.of(step, GRADIENT) and not (in_a and in_b):
+        return Cause(
+            f"no gradient of run {which} could be read, and {len(names)} of run {other}",
+            "its optimizer updates tensors that are not the module's, as flat copies of an engine that watch does not "
+            "know. What both runs have agrees before that.",
+        )
     else:
         why = "it is not used there, or its gradient never arrives: a branch of one rank, an unused parameter (trap 2)."
     return Cause(f"{names[0]}{and_others(names)} has no gradient in run {which}, and one in run {other}", why)

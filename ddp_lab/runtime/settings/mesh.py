@@ -107,6 +107,11 @@ class MeshSettings:
         """Whether the mesh says over which ranks experts are cut, perhaps over one."""
         return bool(self.mesh) and EXPERT in Mesh.parse(str(self.mesh)).degrees
 
+    @property
+    def fits_link(self) -> bool:
+        """Whether `--link` can pace all that the mesh sends: not all-to-alls of parts of different sizes."""
+        return self.degree(EXPERT) == 1 and self.context_parallel != PYTORCH
+
     def degree(self, dimension: str) -> int:
         """Of the mesh along a dimension; 1 without it."""
         return Mesh.parse(self.mesh).degree(dimension) if self.mesh else 1
