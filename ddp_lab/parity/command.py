@@ -38,8 +38,8 @@ def build_parser(takes_runs: bool = True) -> argparse.ArgumentParser:
         usage="ddp-lab parity --choice NAME [--against NAME] [--ranks N] [--steps N] [flags of ddp-lab train]\n"
         "       ddp-lab parity RUN_A RUN_B [--yardstick RUN_C]",
         description="Train a few steps in three runs: the choice, one process (or --against), and the second again "
-        "with other rounding. Name the first quantity that differs beyond rounding, with what usually causes it. Or compare "
-        "two runs that ddp_lab.parity.watch has recorded (docs/parity.md).",
+        "with other rounding. Name the first quantity that differs beyond rounding, with what usually causes it. Or "
+        "compare two runs that ddp_lab.parity.watch has recorded (docs/parity.md).",
         allow_abbrev=False,
     )
     if takes_runs:
