@@ -12,7 +12,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
 from ddp_lab.runtime.settings.data import CAUSAL_LM
 from ddp_lab.runtime.settings.field import flag_name
-from ddp_lab.runtime.settings.mesh import ULYSSES
+from ddp_lab.runtime.settings.mesh import PYTORCH, ULYSSES
 from ddp_lab.strategy.recompute.setting import NONE
 
 NAMED = (
@@ -67,22 +67,26 @@ def certainty(plan: Plan) -> list[str]:
     )
     has_host = is_cuda and plan.case.config.strategy.offload
     host = [f"Host: {hardware.host(cluster.ranks_per_node).source}."] if has_host else []
-    in_ring = any(case.config.cuts_tokens and case.config.context_parallel != ULYSSES for case in plan.cases)
-    dropped = plan.case.model.attention_dropout if in_ring else 0.0
-    products = [
-        f"Dropout: that of attention ({dropped:g}) is left out. A ring computes it by plain products, which take "
-        "longer and more memory."
-    ]
     routed = ["Experts: each is assumed to get equally many tokens; one that gets more holds up all ranks."]
     return [
         *routed * any(case.config.has_experts for case in plan.cases),
-        *products * (dropped > 0),
+        *dropout_left_out(plan),
         f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {LINK_ERROR:.0%}. "
         f"To spare: {spare}.",
         *costs.sources,
         *host,
         price_line(plan.case),
     ]
+
+
+def dropout_left_out(plan: Plan) -> list[str]:
+    """What a ring does with a dropout of attention, which no plan has: other ways have kernels that keep nothing."""
+    ways = {case.config.context_parallel for case in plan.cases if case.config.cuts_tokens} - {ULYSSES}
+    dropout = plan.case.model.attention_dropout if ways else 0.0
+    what = f"{PYTORCH} refuses to run with it: set it to 0 in the model's config"
+    if PYTORCH not in ways:
+        what = "A ring computes it by plain products, which take longer and more memory"
+    return [f"Dropout: that of attention ({dropout:g}) is left out. {what}."] if dropout else []
 
 
 def price_line(case: Case) -> str:
