@@ -42,4 +42,5 @@ def test_tokens() -> None:
 
 
 def test_comments_docstrings_and_line_breaks_do_not_count() -> None:
-    assert tokens_of('"""A page."""\n\n\ndef f(x):  # a comment\n    """A line."""\n    return (\n        x\n    )\n') == 10
+    source = '"""A page."""\n\n\ndef f(x):  # a comment\n    """A line."""\n    return (\n        x\n    )\n'
+    assert tokens_of(source) == 10
