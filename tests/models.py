@@ -140,15 +140,40 @@ class Branching(nn.Module):
         self.a, self.b, self.spare = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
-        hidden = self.first(x)
-        positive = x[:, :1] > 0
-        if positive.all():
-            hidden = self.a(hidden)
-        elif not positive.any():
-            hidden = self.b(hidden)
-        else:
-            hidden = torch.where(positive, self.a(hidden), self.b(hidden))
-        return answer(self.last(torch.tanh(hidden)), y)
+        return answer(self.last(torch.tanh(either(x[:, :1] > 0, self.first(x), self.a, self.b))), y)
+
+
+Layer = Callable[[Tensor], Tensor]
+
+
+def either(chooses: Tensor, hidden: Tensor, a: Layer, b: Layer) -> Tensor:
+    """`a(hidden)` of the samples that choose it and `b(hidden)` of the others. What no sample chooses does not run."""
+    if chooses.all():
+        return a(hidden)
+    return torch.where(chooses, a(hidden), b(hidden)) if chooses.any() else b(hidden)
+
+
+class InTurns(nn.Module):
+    """Each sample decides by its signs which parameters run, so that one has a gradient in one micro-batch and none in
+    the next. Ranks divide each evenly: two weights that form one matrix, blocks of one parameter, the last of which is
+    frozen, and a layer that may run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 8)
+        self.upper, self.lower = (nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.blocks[2].requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        def halves(hidden: Tensor) -> Tensor:
+            return (hidden @ torch.cat([self.upper, self.lower]).t()).view(-1, 2, 8).sum(1)
+
+        hidden = torch.tanh(self.first(x))
+        hidden = hidden + torch.tanh(either(x[:, :1] > 0, hidden, halves, self.last))
+        for block, feature in zip(self.blocks, x.split(1, 1)[1:], strict=False):
+            hidden = either(feature > 0, hidden, block, nn.Identity())
+        return answer(self.last(torch.tanh(hidden)).mean(-1, keepdim=True), y)
 
 
 class Deep(nn.Module):
@@ -451,6 +476,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "lm, long, gpt2": partial(gpt2_lm, layers=8),
         "lm, long, gpt2, dropout": partial(gpt2_lm, 0.3, 8),
         **dict.fromkeys(BRANCHES, Branching),
+        "branching, in turns": InTurns,
         "normed": Normed,
         "deep": Deep,
         "deep, normed": partial(Deep, partial(nn.BatchNorm1d, 20)),

@@ -191,6 +191,7 @@ class ShardedGradientBucket(GradientBucket):
 
     most_waiting = 25 * 2**20  # memory for a whole bucket is made late
     _buffer: Tensor | None = None
+    _views: Sequence[Tensor] = ()
     _sum: Tensor | None = None
 
     def reset(self) -> None:
@@ -202,6 +203,7 @@ class ShardedGradientBucket(GradientBucket):
         """Free the full gradients, unless autograd made them: they may share their memory with another."""
         free(self._buffer)
         self.in_flight = self.full = self._sum = None
+        self.views = ()
         self._placed.clear()
 
     @torch.no_grad()
@@ -209,7 +211,7 @@ class ShardedGradientBucket(GradientBucket):
         found = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
         new = {slot: gradient for slot, gradient in found if gradient is not None}
         if self._is_whole(new):
-            self.full = new[0].view(-1)
+            self.full, self.views = new[0].view(-1), [new[0]]
         elif new:
             self.make_full()
             self._place(new)
@@ -218,10 +220,11 @@ class ShardedGradientBucket(GradientBucket):
         self._placed |= new.keys()
 
     def make_full(self) -> Tensor:
-        if self._buffer is None:
+        if self.full is None and self._buffer is None:
             self._buffer = super().make_full()
-        elif self.full is None:
-            self.full = self._buffer
+            self._views = self.views
+        elif self.full is None and self._buffer is not None:
+            self.full, self.views = self._buffer, self._views
             self.full.untyped_storage().resize_(self.full_bytes)
             self._clear_padding(self.full)
         assert self.full is not None

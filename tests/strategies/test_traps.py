@@ -75,6 +75,14 @@ def unused_parameters(ranks: RankPool, choice: Choice) -> None:
             assert not {"spare.weight", "spare.bias"} & result["gradients"].keys()
 
 
+@partial(trap, choices=[choice for choice in all_choices() if choice[1] not in ("pytorch_zero2", "pytorch_zero3")])
+def buckets_of_one_parameter(ranks: RankPool, choice: Choice) -> None:
+    """That has a gradient in one micro-batch and none in another, on one rank or on all. FSDP2 must run all units."""
+    options = {"bucket_cap_mb": 1e-6, "find_unused_parameters": True}
+    for optimizer in ("adam", "sgd"):
+        check_parity(ranks, choice, "branching, in turns", [[[1, 1], [1]], [[1], [1]]] * 3, optimizer, options)
+
+
 @trap
 def gradients_in_one_memory(ranks: RankPool, choice: Choice) -> None:
     """What is reduced in the place of one must not change the other."""
