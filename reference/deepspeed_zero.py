@@ -55,6 +55,7 @@ class DeepSpeedZero(Strategy):
     """What the three stages share."""
 
     always_averages = True
+    reduces_given_gradients = False
     supports = Supports(
         compile=False,
         refusals=(

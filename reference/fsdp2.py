@@ -47,6 +47,7 @@ class FSDP2(Strategy):
     """What `pytorch_zero2` and `pytorch_zero3` share."""
 
     always_averages = True
+    reduces_given_gradients = False
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
     communicates_in_forward = reduces_every_micro_batch = True
     supports = Supports(offload=frozenset({"parameters"}), param_dtype=True, replicas=True)

@@ -25,6 +25,7 @@ class PyTorchDDP(ReplicatedStrategy):
     """DistributedDataParallel with the interface of all strategies."""
 
     always_averages = reduces_in_backward = True
+    reduces_given_gradients = False
     deciding_steps = 2  # after the first, DDP rebuilds its buckets
     settings: ClassVar[dict[str, Any]] = {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True}
 

@@ -43,6 +43,7 @@ from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.module_hooks import ModuleHook
 from sharding.options.embeddings import Embeddings, find_embeddings
 from sharding.parts.calls import refuse_module_by_itself, require_latest, require_plain_call
 from sharding.parts.gradient_buckets import ShardedGradientBucket
@@ -97,15 +98,15 @@ class Zero3(ShardedStrategy):
         self._add_hooks(units)
 
     def _add_hooks(self, units: list[Unit]) -> None:
-        self.module.register_forward_pre_hook(lambda *_: self._before_forward())
-        self.module.register_forward_hook(lambda *inputs_and_output: self._after_forward(inputs_and_output[-1]))
+        self.module.register_forward_pre_hook(ModuleHook(lambda *_: self._before_forward()))
+        self.module.register_forward_hook(ModuleHook(lambda *args: self._after_forward(args[-1])))
         for unit in units:
             for module in unit.modules:
-                before = partial(self._before_unit, unit)
+                before = ModuleHook(partial(self._before_unit, unit))
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)  # others may read weights
-                module.register_forward_hook(partial(self._after_unit, unit))
+                module.register_forward_hook(ModuleHook(partial(self._after_unit, unit)))
         for embedding in self.embeddings.modules:  # no-op, unless an activation checkpoint looks up again in backward
-            embedding.register_forward_pre_hook(lambda *_: self._unshard_now(self.embeddings))
+            embedding.register_forward_pre_hook(ModuleHook(lambda *_: self._unshard_now(self.embeddings)))
         for unit in self.all_units:
             for bucket in unit.buckets:
                 for slot, parameter in enumerate(bucket.flat.parameters):

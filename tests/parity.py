@@ -114,7 +114,7 @@ def check_messages(ranks: RankPool, world_size: int, function: Callable[..., dic
     """Each rank's `function(*args)` returns messages by what they must contain."""
     for said in ranks.run(world_size, function, *args):
         for wanted, message in said.items():
-            assert wanted in message
+            assert wanted in message, message
 
 
 def one_step(strategy: Strategy, batches: list[dict[str, Tensor]]) -> Tensor:

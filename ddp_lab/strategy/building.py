@@ -15,6 +15,7 @@ from ddp_lab.strategy.communication.consistency import (
 )
 from ddp_lab.strategy.communication.observer import follow_gradients
 from ddp_lab.strategy.gradient_watch import GradientWatch
+from ddp_lab.strategy.module_hooks import require_readable
 from ddp_lab.strategy.options import FP16, StrategyOptions
 from ddp_lab.strategy.precision import bring_to
 from ddp_lab.strategy.recompute.setting import NONE
@@ -41,6 +42,7 @@ def prepared(
     Raises:
         UnsupportedError: says what cannot be trained, or what an option needs.
     """
+    require_readable(module)
     require_supported_parameters(module)
     bring_to(module, options.precision)
     if shards:

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy, linear, pad
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.strategy.batches import IGNORED
+from ddp_lab.strategy.module_hooks import ModuleHook
 
 FLAG = "--loss-chunks"
 
@@ -42,7 +43,7 @@ def chunk_loss(module: nn.Module, chunks: int) -> None:
     if model.loss_function is not ForCausalLMLoss or type(head) is not nn.Linear:
         raise UnsupportedError(f"{FLAG}: {type(model).__name__} has a head or a loss of its own; leave the flag out")
     chunked = ChunkedLoss(model, head, chunks)
-    module.register_forward_pre_hook(chunked.take_labels, with_kwargs=True)
+    module.register_forward_pre_hook(ModuleHook(chunked.take_labels), with_kwargs=True)
 
 
 class ChunkedLoss:

@@ -1,7 +1,7 @@
 """Watches the gradients that backward makes on this rank, before they are reduced with those of other ranks."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -54,6 +54,19 @@ class GradientWatch:
     def received(self) -> list[bool]:
         """Whether each parameter got a gradient in this step, on this rank."""
         return [last >= 0 for last in self._last_round]
+
+    def unexplained(self, parameters: Iterable[Tensor]) -> set[int]:
+        """The numbers of the `parameters` that have a gradient, or whose leaf has, although no backward pass of this
+        step has made one."""
+        if -1 not in self._last_round:
+            return set()
+        each = enumerate(zip(self._last_round, self._parameters, parameters, strict=True))
+        return {i for i, (last, leaf, p) in each if last < 0 and not (leaf.grad is None and p.grad is None)}
+
+    def explain(self, numbers: Iterable[int]) -> None:
+        """The loop itself has set these gradients."""
+        for number in numbers:
+            self._last_round[number] = self._round
 
     def received_in_last_round(self) -> list[bool]:
         """Whether each parameter got a gradient in the latest backward pass, on this rank."""
@@ -112,6 +125,14 @@ def second_gradient(name: str) -> OneRankError:
         f"{name} received a second gradient in one micro-batch, when the first might be reduced already: add losses up "
         "for one backward pass, or give each its own micro_batch; checkpoint modules that run twice with "
         "use_reentrant=False; with --pipeline-schedule zb-h1, use no weight in a product and elsewhere"
+    )
+
+
+def given_gradient() -> OneRankError:
+    """What to say where a loop has set a gradient itself, as by `torch.autograd.grad`, and nobody reduces it."""
+    return OneRankError(
+        "a gradient was set in micro_batch() and not made by backward(), which this strategy does not reduce; call "
+        "backward(), or take one up to zero2 that is written by hand"
     )
 
 

@@ -56,6 +56,8 @@ class Hooks(Accounts):
     """Whether a gradient is reduced while backward goes on. Then a parameter must get only one in a micro-batch."""
     reduces_every_micro_batch = False
     """Whether gradients are reduced at every micro-batch. Default: at the last one of a step."""
+    reduces_given_gradients = True
+    """Whether gradients are reduced that the loop itself sets, without a backward pass."""
     communicates_in_forward = False
     """Whether forward issues collectives. Then ranks must know the number of micro-batches before the first forward."""
     nonfinite_advice = ""

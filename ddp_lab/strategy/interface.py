@@ -49,6 +49,7 @@ class Strategy(State):
     ) -> None:
         # What a strategy is built with is imported when one is built: who lists or reads strategies does without.
         from ddp_lab.strategy import building, optimizers
+        from ddp_lab.strategy.module_hooks import refuse_new_parameters
         from ddp_lab.strategy.options import StrategyOptions
         from ddp_lab.strategy.whole_step import WholeStep
 
@@ -79,6 +80,7 @@ class Strategy(State):
         self.watch = building.watch_over(dict(zip(self.trainable, self.leaves(), strict=True)))
         self.prepare()
         self.optimizer = self.build_optimizer(optimizers.checked(make_optimizer))
+        refuse_new_parameters(self)
 
     @classmethod
     def in_stages(cls) -> "type[Strategy]":

@@ -201,7 +201,9 @@ class ModelParallel:
 
     def whole_shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole model's tensors, by name. Collective."""
-        shapes = self.of_all_stages({n: self._whole_shape(n, tensor) for n, tensor in module.state_dict().items()})
+        shapes = self.of_all_stages(
+            {n: self._whole_shape(n, tensor) for n, tensor in module.state_dict(keep_vars=True).items()}
+        )
         return shapes | {alias: shapes[name] for alias, name in self.aliases.items()}
 
     def of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +265,7 @@ class ModelParallel:
     def scattered(self, wholes: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
         """What each rank holds of rank 0's `wholes`, on CPU in their dtypes; the others' are not read. Collective."""
         rank = dist.get_rank(self.group)
-        shapes = {name: self._own_shape(name, own) for name, own in module.state_dict().items()}
+        shapes = {name: self._own_shape(name, own) for name, own in module.state_dict(keep_vars=True).items()}
         told = self._told_by_all((shapes, {name: whole.dtype for name, whole in wholes.items()} if rank == 0 else {}))
         parts: dict[str, Tensor] = {}
         for receiver, (of_receiver, _) in enumerate(told) if rank == 0 else ():

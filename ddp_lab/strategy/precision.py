@@ -2,6 +2,7 @@
 are in bf16 themselves."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,9 @@ def bring_to(module: nn.Module, precision: str) -> None:
 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """Cast floating-point arguments of `modules` to `dtype`, as FSDP2 does by default."""
-
-    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
-
     for module in modules:
-        module.register_forward_pre_hook(cast, with_kwargs=True)
+        module.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))

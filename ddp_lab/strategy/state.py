@@ -111,7 +111,7 @@ class State(Hooks):
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of a module's tensors, by name."""
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
 
 
 def require_matching_state(

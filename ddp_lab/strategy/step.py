@@ -27,6 +27,7 @@ from ddp_lab.strategy.batches import Weighted, first_bad_sample
 from ddp_lab.strategy.communication.agreement import StepAgreement, nonfinite_error
 from ddp_lab.strategy.communication.consistency import require_none_unfrozen
 from ddp_lab.strategy.communication.verdict import Verdict, update_unless
+from ddp_lab.strategy.gradient_watch import given_gradient
 from ddp_lab.strategy.hooks import Hooks, Progress
 from ddp_lab.strategy.precision import autocast
 
@@ -49,6 +50,7 @@ class Step(Progress):
         self._is_done = False  # its last micro-batch is done, and the optimizer has not run
         self._holds_back = False  # within `no_sync`
         self._held: set[nn.Parameter] = set()  # parameters that had a gradient before this step, perhaps of zeros
+        self._unexplained: set[int] = set()  # gradients that were there before this micro-batch, by their numbers
         self._losses: list[Tensor] = []
         self._unread: tuple[Verdict, Sequence[Weighted] | None] | None = None
         self._is_scaled = False  # scale_loss was called in this micro-batch
@@ -136,6 +138,7 @@ class Step(Progress):
         strategy.watch.begin_step()
         self._held = strategy.holding()
         strategy.before_step()
+        self._unexplained = strategy.watch.unexplained(strategy.trainable.values())
         self._losses, self._is_open, self._is_done = [], True, False
 
     @contextmanager
@@ -150,7 +153,14 @@ class Step(Progress):
         try:
             strategy.before_micro_batch()
             yield
+            if given := watch.unexplained(strategy.trainable.values()) - self._unexplained:
+                if strategy.reduces_given_gradients:
+                    watch.explain(given)
+                elif not any(watch.received_in_last_round()):  # else the original has put sums of other ranks there
+                    raise given_gradient()
             strategy.after_backward()
+            # Zeros of a strategy that has reduced this micro-batch are nobody's gradients.
+            self._unexplained = watch.unexplained(strategy.trainable.values())
         finally:
             self.in_micro_batch = self.another_follows = self.reduces_now = watch.takes_one = False
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from ddp_lab.strategy.blocks import parts_around
 from ddp_lab.strategy.communication.collectives import Pending
+from ddp_lab.strategy.module_hooks import ModuleHook
 from sharding.parts.flat import FlatParameters
 
 
@@ -29,10 +30,10 @@ class Arrivals:
         around = [member for member in module.modules() if member not in inside]
         self._needed_first = self._holding(p for member in around for p in member.parameters(recurse=False))
         self._not_called = {part: self._holding(part.parameters()) for part in parts}
-        module.register_forward_pre_hook(lambda *_: self._wait_for(self._needed_first))
+        module.register_forward_pre_hook(ModuleHook(lambda *_: self._wait_for(self._needed_first)))
         for part in parts:
-            part.register_forward_pre_hook(partial(self._before_part, self._not_called[part]))
-        self._first = module.register_forward_hook(lambda *_: self._after_first_forward())
+            part.register_forward_pre_hook(ModuleHook(partial(self._before_part, self._not_called[part])))
+        self._first = module.register_forward_hook(ModuleHook(lambda *_: self._after_first_forward()))
 
     def start(self, flat: FlatParameters, pending: Pending) -> None:
         """Note that `flat` is being gathered; `pending` is waited for before it is used."""

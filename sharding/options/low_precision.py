@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.strategy.communication.collectives import free
+from ddp_lab.strategy.module_hooks import ModuleHook
 from ddp_lab.strategy.replicated import references
 
 
@@ -30,8 +31,8 @@ class LowPrecisionWeights:
         for layer in dict.fromkeys(layers):
             is_plain = type(layer) is nn.Linear and "forward" not in vars(layer)
             if is_plain and layer.weight in parameters and layer.weight.dtype == torch.float32:
-                layer.register_forward_pre_hook(self._use)
-                layer.register_forward_hook(self._stop_using, always_call=True)
+                layer.register_forward_pre_hook(ModuleHook(self._use))
+                layer.register_forward_hook(ModuleHook(self._stop_using), always_call=True)
         self._copies: dict[Tensor, Tensor] = {}  # by weight
         self.begin_forward()
 

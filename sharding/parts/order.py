@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import checkpoint
 
+from ddp_lab.strategy.module_hooks import ModuleHook
 from sharding.parts.gradient_buckets import ShardedGradientBucket
 from sharding.parts.unit import Unit
 
@@ -67,9 +68,8 @@ class ExecutionOrder:
         self._ran: list[tuple[nn.Module, int | None]] = []
         own = {member for unit in units for member in unit.modules}
         inside = {m for member in own for m in member.modules()} - own
-        self._hooks = [
-            m.register_forward_pre_hook(lambda m, _: self._note(m)) for m in module.modules() if m not in inside
-        ]
+        note = ModuleHook(lambda m, _: self._note(m))
+        self._hooks = [m.register_forward_pre_hook(note) for m in module.modules() if m not in inside]
         self.begin_forward()
 
     def begin_forward(self) -> None:

@@ -18,7 +18,9 @@ from ddp_lab.strategy.communication.collectives import (
     expected_reduce_scatters,
 )
 from ddp_lab.strategy.elementwise import require_elementwise
+from ddp_lab.strategy.gradient_watch import given_gradient
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.module_hooks import keep_from_being_read
 from ddp_lab.strategy.norms import clip_parts
 from ddp_lab.strategy.optimizers import MakeOptimizer, hand_over, require_given_up
 from ddp_lab.strategy.optimizers import Part as OptimizerPart
@@ -82,6 +84,8 @@ class ShardedStrategy(Strategy):
         self._unused: set[nn.Parameter] = set()
         self._has_zeros = False  # zero_grad has made all gradients zeros
         self.group_of_buffers = self.process_group
+        if "parameters" in self.shards:
+            keep_from_being_read(self.module)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         make = partial(super().build_optimizer, make_optimizer)
@@ -160,6 +164,8 @@ class ShardedStrategy(Strategy):
 
     def take_gradients(self) -> None:
         """Hand the reduced shards to the optimizer, when their sums over replicas are here."""
+        if any(parameter.grad is not None for bucket in self.buckets for parameter in bucket.flat.parameters):
+            raise given_gradient()
         for bucket in self.buckets:
             bucket.finish_replicas(self.ranks.is_last)
             bucket.flat.set_gradient(bucket.shard)

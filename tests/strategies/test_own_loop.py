@@ -1,6 +1,8 @@
 """Strategies in loops that are not the runner's: the user's own forward, loss, backward, clipping and schedule."""
 
+import copy
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from ddp_lab.runtime.errors import UnsupportedError
-from tests.parity import build_and_step, check_messages, load, options_of, over_own_loops
+from ddp_lab.runtime.errors import OneRankError, UnsupportedError
+from tests.parity import build_and_step, check_messages, load, message_of, options_of, over_own_loops
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -193,6 +196,82 @@ def test_gradients_in_shards_are_not_read_in_silence(ranks: RankPool, name: str)
 def test_misuse_is_said(ranks: RankPool, choice: Choice) -> None:
     check_messages(ranks, 2, misuse, choice)
     check_messages(ranks, 2, wrong_optimizers, choice)
+
+
+def set_by_hand(choice: Choice, by_hand: bool, micro_batches: int = 2) -> dict[str, Tensor]:
+    """Gradients in buckets of one parameter, at last from `torch.autograd.grad` instead of a backward pass. What is
+    unused is not taken for one."""
+    module = make_net()
+    module.spare = nn.Linear(2, 2)
+    options = options_of(choice, bucket_cap_mb=1e-6, find_unused_parameters=True)
+    strategy = load(choice)(module, lambda p: torch.optim.AdamW(p, lr=0.1), options)
+    for step in range(STEPS):
+        for index in range(micro_batches):
+            with strategy.micro_batch(last=index == micro_batches - 1):
+                loss = strategy(gan_data(step, dist.get_rank() + 10 * index)[0], scale=0.5).first.square().mean()
+                if by_hand and index == micro_batches - 1:
+                    given = list(zip(strategy.trainable.values(), strategy.trainable, strict=True))
+                    of = [p for p, name in given if "spare" not in name]
+                    for p, gradient in zip(of, torch.autograd.grad(loss, of), strict=True):
+                        p.grad = gradient + (0 if p.grad is None else p.grad)
+                else:
+                    loss.backward()
+        strategy.step()
+        strategy.zero_grad()
+    return strategy.full_state_dict()
+
+
+def in_ones_hands(choice: Choice) -> dict[str, str]:
+    """What a loop does with a module that a strategy holds: what that says, by what it must say."""
+    module = make_net()
+    strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
+    x, said = gan_data(0, 0)[0], {}
+    with strategy.micro_batch():
+        strategy(x, scale=0.5).first.mean().backward()
+    strategy.step()
+    strategy.zero_grad()
+    calls: list[Callable[[], Any]] = [lambda: copy.deepcopy(module), lambda: AveragedModel(module).module]
+    calls += [lambda: torch.load(saved(module), weights_only=False)]
+    for call in calls if choice[1] not in ("pytorch_zero2", "pytorch_zero3") else ():  # FSDP2 itself refuses copies
+        if choice[1] == "zero3":
+            assert "call strategy.full_state_dict()" in message_of(UnsupportedError, call)
+        else:
+            assert torch.equal(call()(x, scale=0.5).first, module(x, scale=0.5).first)
+    if choice[1] == "zero3":
+        said["call strategy.full_state_dict()"] = message_of(UnsupportedError, module.state_dict)
+        said["another strategy keeps"] = message_of(UnsupportedError, build_over, module, choice)
+    new = nn.Linear(8, 8)
+    said["last has parameters that came into"] = message_of(UnsupportedError, setattr, module, "last", nn.Linear(8, 1))
+    said["blocks.3 has"] = message_of(UnsupportedError, module.blocks.append, new)
+    said["first.weight has"] = message_of(UnsupportedError, setattr, module.first, "weight", new.weight)
+    module.first, module.act = module.first, nn.Tanh()  # nothing is new
+    return said
+
+
+def saved(module: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(module, file)
+    return io.BytesIO(file.getvalue())
+
+
+def build_over(module: nn.Module, choice: Choice) -> None:
+    load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
+
+
+def refuses_given(choice: Choice) -> dict[str, str]:
+    return {"was set in micro_batch()": message_of(OneRankError, set_by_hand, choice, True, 1)}
+
+
+@over_own_loops
+def test_what_a_loop_does_to_the_module(ranks: RankPool, choice: Choice) -> None:
+    check_messages(ranks, 2, in_ones_hands, choice)
+    if choice[1] in ("pytorch_zero2", "pytorch_zero3"):  # whose parameters are not there after forward
+        return
+    if choice[1] != "zero3" and not choice[1].startswith("pytorch"):
+        found, wanted = (ranks.run(2, set_by_hand, choice, by_hand)[0] for by_hand in (True, False))
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    else:
+        check_messages(ranks, 2, refuses_given, choice)
 
 
 def dropped(choice: Choice) -> None:

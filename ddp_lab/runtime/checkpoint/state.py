@@ -51,7 +51,7 @@ def describe(
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    saved = module.state_dict().keys()
+    saved = module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
