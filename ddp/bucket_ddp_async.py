@@ -75,7 +75,7 @@ class BucketDDP(ReplicatedStrategy):
     def _start(self, bucket: Bucket) -> None:
         bucket.complete()
         group = self.group_of(bucket.parameters[0])
-        bucket.work = self.all_reduce(bucket.flat, bucket.views, async_op=True, group=group)
+        bucket.work = self.all_reduce(bucket.flat, async_op=True, group=group)
 
     def finish_gradient_synchronization(self) -> None:
         for bucket in self._order.rest():  # behind a gradient that backward did not make on this rank

@@ -26,7 +26,7 @@ class FlatDDP(ReplicatedStrategy):
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             pieces = flat.split([gradient.numel() for gradient in gradients])
             views = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
-            self.all_reduce(flat, views)
+            self.all_reduce(flat)
             for parameter, gradient, reduced in zip(parameters, gradients, views, strict=True):
                 parameter.grad = gradient.copy_(reduced)
 

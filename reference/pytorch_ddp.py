@@ -12,12 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.tensors import TensorsBeside
 from ddp_lab.strategy.accounting import Collective, ModelSize
 from ddp_lab.strategy.batches import MicroBatch
+from ddp_lab.strategy.communication.bf16 import Bf16
+from ddp_lab.strategy.communication.int8 import Int8
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
@@ -39,8 +44,10 @@ class PyTorchDDP(ReplicatedStrategy):
             find_unused_parameters=self.options.find_unused_parameters,
             **self.settings,
         )
-        if self.compression is not None:
-            self.compression.register(self.ddp)
+        if isinstance(self.compression, Bf16):
+            self.ddp.register_comm_hook(self.process_group, bf16_compress_hook)
+        elif self.compression is not None:
+            self.ddp.register_comm_hook(self.compression, reduce_bucket)
 
     def relearn(self, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
         """Repeat the first step, so that DDP builds its buckets from the same order of gradients."""
@@ -95,6 +102,14 @@ class PlainPyTorchDDP(PyTorchDDP):
         """Gradients count twice: in the parameters' own tensors, and in DDP's buckets."""
         expected = super().expected_memory(size)
         return expected | {"gradients": 2 * expected["gradients"]}
+
+
+def reduce_bucket(compression: Int8, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook of DDP, which calls it in the order of its buckets on all ranks."""
+    compression.all_reduce(bucket.buffer()).wait()
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:

@@ -17,7 +17,6 @@ AUTO = "auto"
 FP16, BF16_TRUE = "fp16", "bf16-true"
 PRECISIONS = ("fp32", "bf16", FP16, BF16_TRUE)
 PARAM_DTYPES, REDUCE_DTYPES, MASTER_DTYPES = ("bf16", "fp16"), ("fp32", "bf16"), ("bf16",)
-COMPRESSIONS = ("int8", "powersgd")
 OFFLOADS = ("optimizer", "parameters")
 INDUCTOR = "inductor"
 _precision, _memory, _communication = (partial(flag, group) for group in ("precision", "memory", "communication"))
@@ -171,7 +170,7 @@ class StrategyOptions:
         False, "bucket_ddp_async: update a bucket's parameters while others are still being reduced"
     )
     compress: str | None = _communication(
-        None, "compress gradients for the all-reduce, with loss (default: do not)", choices=COMPRESSIONS
+        None, "compress gradients for the all-reduce, with loss (default: do not)", choices=("int8",)
     )
     find_unused_parameters: bool = _communication(False, "let PyTorch DDP search for parameters that get no gradient")
 

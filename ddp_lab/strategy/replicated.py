@@ -15,8 +15,8 @@ from ddp_lab.strategy.ranges import share
 from ddp_lab.strategy.state import require_matching_state, shapes_of
 
 if TYPE_CHECKING:
-    from ddp_lab.strategy.communication.compression import Compression
-
+    from ddp_lab.strategy.communication.bf16 import Bf16
+    from ddp_lab.strategy.communication.int8 import Int8
 
 ITSELF = 2
 """References to the memory of a tensor that shares it with no other: its own, and the one by which they are counted."""
@@ -30,7 +30,7 @@ class ReplicatedStrategy(Strategy):
     """
 
     supports = Supports(compress=True)
-    compression: "Compression | None"
+    compression: "Bf16 | Int8 | None"
 
     def prepare(self) -> None:
         self.make_compression()
@@ -42,28 +42,23 @@ class ReplicatedStrategy(Strategy):
             broadcast_from_rank0(held, group)
 
     def make_compression(self) -> None:
-        """With `options.compress`, or in bf16, gradients are compressed (`communication.compression`) and
-        averaged."""
+        """With `options.compress`, or in bf16, gradients are compressed and averaged."""
         self.compression = None
-        kind = "bf16" if self.options.reduce_dtype == "bf16" else self.options.compress
-        if kind:
-            from ddp_lab.strategy.communication.compression import Compression
+        if self.options.reduce_dtype == "bf16":
+            from ddp_lab.strategy.communication.bf16 import Bf16
 
-            self.compression = Compression(kind, self.process_group)
-            self.always_averages = True
+            self.compression = Bf16(self.process_group)
+        elif self.options.compress:
+            from ddp_lab.strategy.communication.int8 import Int8
 
-    def all_reduce(
-        self,
-        gradient: Tensor,
-        parts: Sequence[Tensor] = (),
-        async_op: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> Any:
+            self.compression = Int8(self.process_group)
+        self.always_averages |= self.compression is not None
+
+    def all_reduce(self, gradient: Tensor, async_op: bool = False, group: dist.ProcessGroup | None = None) -> Any:
         """`torch.distributed.all_reduce` of a gradient in place, compressed if that is wanted (`make_compression`).
 
         Args:
             group: Who holds the parameter (`group_of`). Default: all ranks that share the work.
-            parts: If `gradient` holds those of several parameters: views into it, one for each parameter.
 
         Returns:
             A handle to wait for, if `async_op`.
@@ -71,7 +66,7 @@ class ReplicatedStrategy(Strategy):
         if self.compression is None:
             op = dist.ReduceOp.AVG if self.steps.averages else dist.ReduceOp.SUM
             return dist.all_reduce(gradient, op, group or self.process_group, async_op)
-        handle = self.compression.all_reduce(gradient, parts or [gradient])
+        handle = self.compression.all_reduce(gradient)
         return handle if async_op else handle.wait()
 
     def before_micro_batch(self) -> None:

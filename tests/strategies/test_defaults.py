@@ -29,7 +29,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "flat_ddp": [{"compress": "int8"}, {"precision": "fp16", "loss_scale": 16.0}],
-    "bucket_ddp_async": [{"compress": "powersgd"}, {"overlap_optimizer": True}],
+    "bucket_ddp_async": [{"reduce_dtype": "bf16"}, {"overlap_optimizer": True}],
     "zero1": [{"offload": "optimizer"}],
     "zero2": [{"param_dtype": "bf16"}],
     "zero3": [{"param_dtype": "bf16", "master_dtype": "bf16"}],

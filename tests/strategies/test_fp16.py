@@ -280,6 +280,6 @@ def refusals() -> dict[str, str]:
 
 def test_what_fp16_cannot_is_refused(ranks: RankPool) -> None:
     parity.check_messages(ranks, 2, refusals)
-    for option in ({"overlap_optimizer": True}, {"compress": "powersgd"}, {"compress": "int8"}):
+    for option in ({"overlap_optimizer": True}, {"compress": "int8"}):
         with pytest.raises(UserError, match="with --precision fp16: must be one or the other"):
             StrategyOptions(precision="fp16", **option)

@@ -61,7 +61,8 @@ def averages_of(sizes: tuple[int, ...], rounds: int) -> list[torch.Tensor]:
     method, generator = Int8(dist.group.WORLD), torch.Generator().manual_seed(dist.get_rank())
     for _ in range(rounds):
         flats = [torch.randn(size, generator=generator) for size in sizes]
-        handles = [method.average(number, flat) for number, flat in enumerate(flats)]
+        method.begin_round()
+        handles = [method.all_reduce(flat) for flat in flats]
         for handle in handles:
             handle.wait()
     return flats
@@ -83,7 +84,7 @@ def average_of_integers(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
     """Integers that have 127 among them in every block, times 2 on rank 0, 4 on rank 1, 6 on rank 2: their average."""
     pattern = torch.arange(3 * 4 * BLOCK).remainder(2 * LARGEST + 1).sub(LARGEST)
     flat = (pattern * 2 * (dist.get_rank() + 1)).to(dtype)
-    Int8(dist.group.WORLD).average(0, flat).wait()
+    Int8(dist.group.WORLD).all_reduce(flat).wait()
     return flat, (pattern * (dist.get_world_size() + 1)).to(dtype)
 
 
@@ -96,10 +97,11 @@ def test_what_int8_holds_is_exact(ranks: RankPool, dtype: torch.dtype) -> None:
 def gathers_after_an_abandoned_round() -> int:
     """A round of three gradients that nobody waits for, and one of two: how many all-gathers run."""
     method = Int8(dist.group.WORLD)
-    for number in range(3):
-        method.average(number, torch.ones(10))
+    for _ in range(3):
+        method.all_reduce(torch.ones(10))
     with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather:
-        handles = [method.average(number, torch.ones(10)) for number in range(2)]
+        method.begin_round()
+        handles = [method.all_reduce(torch.ones(10)) for _ in range(2)]
         for handle in handles:
             handle.wait()
     return gather.call_count
@@ -123,7 +125,8 @@ def mean_of_rounds(forgets: bool) -> tuple[float, float]:
     with mock.patch.object(int8, "FORGETTING_ROUNDS", ROUNDS) if forgets else mock.MagicMock():
         for _ in range(FORGETTING_ROUNDS + ROUNDS):
             rounds.append(gradients[rank].clone())
-            method.average(0, rounds[-1]).wait()
+            method.begin_round()
+            method.all_reduce(rounds[-1]).wait()
     kept = torch.stack(rounds[FORGETTING_ROUNDS:])
     return (kept.mean(0) - wanted).norm().item(), (kept[0] - wanted).norm().item()
 

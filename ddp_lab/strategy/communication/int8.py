@@ -42,23 +42,25 @@ class Int8:
         self._owed: dict[int, Owed] = {}
         self._rounds: dict[int, int] = {}
         self._started: list[Int8AllReduce] = []
+        self._next_number = 0
 
-    def average(self, number: int, flat: Tensor, parts: Sequence[Tensor] = ()) -> "Int8AllReduce":
-        """Start to average `flat` over ranks.
+    def begin_round(self) -> None:
+        """The all-reduces of a backward pass follow: in every round of the same gradients, in the same order."""
+        self._next_number = 0
+        self._started.clear()  # a step may have been abandoned
 
-        Args:
-            number: Of this gradient, the same in every round.
-        """
+    def all_reduce(self, gradient: Tensor) -> "Int8AllReduce":
+        """Start to average `gradient` in place; the handle's `wait` ends it."""
+        number = self._next_number
+        self._next_number += 1
         self._rounds[number] = self._rounds.get(number, 0) + 1
         if self._rounds[number] <= FORGETTING_ROUNDS + 1:
-            self._owed[number] = Owed(flat, self._group.size())
-        if number == 0:
-            self._started.clear()  # a step may have been abandoned
-        return Int8AllReduce(flat, self._owed[number], self._group, self._started)
+            self._owed[number] = Owed(gradient, self._group.size())
+        return Int8AllReduce(gradient, self._owed[number], self._group, self._started)
 
     def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
-        """What replaces `calls` all-reduces; see `compression.Compression.traffic`. For N ranks, E elements need
-        2(N-1)/N E (1 + 4/256) bytes on the wire."""
+        """What replaces `calls` all-reduces, once they have run. For N ranks, E elements need 2(N-1)/N E (1 + 4/256)
+        bytes on the wire."""
         sizes = [self._owed[number].message_bytes for number in sorted(self._owed)]
         payload = sum(itertools.islice(itertools.cycle(sizes), calls))
         kinds = ("all_to_all", "all_gather")

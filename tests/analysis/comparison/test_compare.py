@@ -308,7 +308,7 @@ def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one: dict[st
 DIFFERENT = {
     "precision": ({"config": {"precision": "bf16"}}, "precision (fp32: a; bf16: b)"),
     "model": ({"parameters": 2000}, "parameters (1000: a; 2000: b)"),
-    "compression": ({"config": {"compress": "powersgd"}}, "gradient compression (none: a; powersgd: b)"),
+    "compression": ({"config": {"compress": "int8"}}, "gradient compression (none: a; int8: b)"),
     "paced link": (
         {"config": {"link": "1gbit,50us"}},
         "link (not paced: a; 1gbit,50us, paced: b); train them alike",
@@ -387,10 +387,10 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
 
 def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     assert labels(None) == labels(record("a", 1.0)) == []
-    settings = {"compress": "powersgd", "overlap_optimizer": True, "master_dtype": "bf16", "link": "1gbit"}
+    settings = {"compress": "int8", "overlap_optimizer": True, "master_dtype": "bf16", "link": "1gbit"}
     changed = {"config": record("a", 1.0)["config"] | settings, "notes": ["2 buckets fit this <link>"]} | SHARED
     text = summary_page(analysed(tmp_path, "other", changed), "other")
-    for said in ("Gradients are compressed (powersgd)", "updated while other buckets", "This is lossy"):
+    for said in ("Gradients are compressed (int8)", "updated while other buckets", "This is lossy"):
         assert said in text
     assert "2 ranks a GPU, in turns: step times tell about overlap and order, not about as many GPUs" in text
     assert "Every rank had a link of 1gbit" in text and "other: 2 buckets fit this &lt;link&gt;." in text

@@ -33,7 +33,7 @@ class Rounding(NamedTuple):
 BF16, FP16 = {"param_dtype": "bf16"}, {"param_dtype": "fp16"}
 AUTOCAST, AUTOCAST_FP16, ALL = {"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16-true"}
 MASTERS, REDUCED, SCALED = {"master_dtype": "bf16"}, {"reduce_dtype": "bf16"}, {"loss_scale": 64.0}
-INT8, POWERSGD, COMPILED = {"compress": "int8"}, {"compress": "powersgd"}, {"compile_backend": "aot_eager"}
+INT8, COMPILED = {"compress": "int8"}, {"compile_backend": "aot_eager"}
 ROUNDINGS = {
     "fp32": Rounding({}, {}, 1e-5, 1e-6),
     "bf16": Rounding(AUTOCAST, AUTOCAST),
@@ -50,8 +50,6 @@ ROUNDINGS = {
     "all in bf16": Rounding(ALL, ALL),
     "int8": Rounding(INT8, {}, 0.05, 0.05),
     "int8, bf16": Rounding(INT8 | AUTOCAST, AUTOCAST, 0.05, 0.05),
-    "powersgd": Rounding(POWERSGD, {}, 0.05, 1.0),
-    "powersgd, bf16": Rounding(POWERSGD | AUTOCAST, AUTOCAST, 0.05, 1.0),
     "compiled": Rounding(COMPILED, {}, 1e-5, 1e-6),
     "compiled, bf16": Rounding(COMPILED | AUTOCAST, AUTOCAST),
     "compiled, parameters in bf16": Rounding(COMPILED | BF16, BF16),
