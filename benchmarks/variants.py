@@ -15,7 +15,7 @@ the small exchanges of that loop, in which no gradient is sent; and a loop aroun
 PLAIN = (LOCAL, BARE_LOOP)
 """Loops written by hand, which have no setting but their precision."""
 SETTINGS: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys(("precision", "param_dtype", "reduce_dtype", "master_dtype", "compress", "offload"), str),
+    **dict.fromkeys(("precision", "param_dtype", "reduce_dtype", "compress", "offload"), str),
     **dict.fromkeys(("overlap_optimizer", "compile", "sequence_parallel"), {"on": True, "off": False}.__getitem__),
     **{"activation_checkpointing": str, "bucket_cap_mb": bucket_cap, "async_tensor_parallel": int},
     **{"pipeline_schedule": str, "stages_per_rank": int},

@@ -84,6 +84,6 @@ def only(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -
         if changed:
             name = type(optimizer).__name__
             raise UnsupportedError(
-                f"--overlap-optimizer, --offload and --master-dtype update bucket by bucket, but {name} keeps "
+                f"--overlap-optimizer and --offload update bucket by bucket, but {name} keeps "
                 f"{', '.join(changed)} for a whole parameter group"
             )

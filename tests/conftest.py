@@ -78,7 +78,6 @@ ON_ANY_PROCESSOR = {
     "strategies/test_mixed_precision.py",
     "strategies/test_offload.py",
     "strategies/test_settings.py",
-    "strategies/test_stochastic_rounding.py",
     "strategies/test_traps.py",
     "tensor_parallel/test_traps.py",
 }

@@ -96,7 +96,7 @@ SETTINGS = layout(
         Rate | None: or_none("lr clip_grad_norm loss_scale"),
         Line: {"task": "classification", "text_column": "text", "label_column": "label", "schedule": "constant"}
         | {"activation_checkpointing": "none", "link": "none"},
-        Line | None: or_none("model dataset profile_ranks param_dtype reduce_dtype master_dtype offload compress")
+        Line | None: or_none("model dataset profile_ranks param_dtype reduce_dtype offload compress")
         | or_none("outer_link"),
         Rate | Line: {"bucket_cap_mb": "auto"},
         Sizes | None: or_none("mesh"),

@@ -43,7 +43,7 @@ def least_states(case: Case, choice: str, elements: int) -> Mapping[str, float]:
         elements: Of the model.
     """
     strategy, mesh = case.config.strategy, case.mesh
-    if strategy.param_dtype or strategy.master_dtype or strategy.offload:
+    if strategy.param_dtype or strategy.offload:
         return {}
     cut = tensor_ranks(mesh) * stages(case) * (mesh.degree(EXPERT) if mesh else 1)  # as if all were experts
     shards = mesh.degree(SHARD) if mesh and SHARD in mesh.degrees else case.cluster.world_size // cut

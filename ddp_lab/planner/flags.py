@@ -24,7 +24,7 @@ AS_THE_RUNNERS = (
     *("sequence_parallel", "async_tensor_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
     *("context_parallel", "router_scores", "router_bias"),
     *("global_batch_size", "grad_accum_steps", "precision"),
-    *("param_dtype", "reduce_dtype", "master_dtype", "activation_checkpointing", "loss_chunks", "offload"),
+    *("param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload"),
     *("clip_grad_norm", "bucket_cap_mb", "compile"),
 )
 """Settings of a plan that mean what they mean for the runner, as `--mesh` does but for `auto`."""

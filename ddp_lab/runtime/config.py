@@ -30,7 +30,6 @@ NOT_WITH_EXPERTS = (
     "compress",
     "reduce_dtype",
     "param_dtype",
-    "master_dtype",
     "offload",
     "overlap_optimizer",
 )

@@ -20,7 +20,6 @@ class Supports:
     offload_to_files: That a folder follows them.
     compile: `options.compile_backend`.
     param_dtype: `options.param_dtype`.
-    master_dtype: `options.master_dtype`.
     replicas: `options.shard_groups`, and a mesh with `replicate`.
     experts: A mesh with `ep`, where some parameters are held by some of the ranks that share the work.
     refusals, mesh_refusals: What this strategy refuses beyond the table.
@@ -32,7 +31,6 @@ class Supports:
     offload_to_files: bool = False
     compile: bool = True
     param_dtype: bool = False
-    master_dtype: bool = False
     replicas: bool = False
     experts: bool = False
     refusals: "tuple[Refusal, ...]" = ()
@@ -103,8 +101,6 @@ TABLE: tuple[Refusal, ...] = (
     (lambda o, can: o.compile_backend and not can.compile,
      "--compile: this strategy has hooks within blocks; take zero1, zero2 or zero3"),
     (lambda o, can: o.param_dtype and not can.param_dtype, NO_CAST),
-    (lambda o, can: o.master_dtype and not can.master_dtype,
-     "--master-dtype: this strategy updates in the parameters' own dtype; take zero1, zero2 or zero3"),
     (lambda o, can: o.shard_groups and not can.replicas, NO_REPLICAS),
 )  # fmt: skip
 """Of all strategies, in the order in which they are checked."""

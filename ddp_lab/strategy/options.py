@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 FP16, BF16_TRUE = "fp16", "bf16-true"
 PRECISIONS = ("fp32", "bf16", FP16, BF16_TRUE)
-PARAM_DTYPES, REDUCE_DTYPES, MASTER_DTYPES = ("bf16", "fp16"), ("fp32", "bf16"), ("bf16",)
+PARAM_DTYPES, REDUCE_DTYPES = ("bf16", "fp16"), ("fp32", "bf16")
 OFFLOADS = ("optimizer", "parameters")
 INDUCTOR = "inductor"
 _precision, _memory, _communication = (partial(flag, group) for group in ("precision", "memory", "communication"))
@@ -61,10 +61,6 @@ RULES: Rules = (
         lambda o: not o.param_dtype or o.precision == "fp32",
         "--param-dtype {0.param_dtype} with --precision {0.precision}: must be one or the other: each says what "
         "modules compute in",
-    ),
-    (
-        lambda o: o.master_dtype in (None, o.param_dtype),
-        "--master-dtype {0.master_dtype}: must be with --param-dtype {0.master_dtype}",
     ),
     (
         lambda o: not o.compile_backend or o.activation_checkpointing not in recomputation.BY_POLICY,
@@ -128,12 +124,6 @@ class StrategyOptions:
         None,
         "reduce gradients in this dtype (default: fp32 with --param-dtype, else that of the gradients)",
         choices=REDUCE_DTYPES,
-    )
-    master_dtype: str | None = _precision(
-        None,
-        "with --param-dtype bf16, ZeRO keeps shards in bf16 too, without fp32 masters, and rounds each update at "
-        "random: lossy (default: the model's own)",
-        choices=MASTER_DTYPES,
     )
     compile: bool = _precision(
         False, "compile each block of the model with torch.compile; needs a C++ compiler (docs/compile.md)"

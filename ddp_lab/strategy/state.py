@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 class State(Hooks):
     """Attributes:
-    parameter_dtypes: In which parameters are saved, by name: their own or `options.master_dtype`, though the module
-        may compute in `options.param_dtype`.
+    parameter_dtypes: In which parameters are saved, by name: their own, though the module may compute in
+        `options.param_dtype`.
     """
 
     parameter_dtypes: dict[str, torch.dtype]

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ddp.early_updates import only
 from sharding.options.host_memory import Offload
-from sharding.options.stochastic_rounding import RoundedUpdate
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
 
@@ -31,23 +30,16 @@ class HostUpdate:
 
     Args:
         buckets: The gradients, on the device, in the order in which they are updated.
-        rounded: How shards are updated that have a lower precision than the update.
 
     Attributes:
         gradients: Copies in host memory, one for each bucket.
     """
 
-    def __init__(
-        self,
-        offload: Offload,
-        optimizer: torch.optim.Optimizer,
-        buckets: Sequence[GradientBucket],
-        rounded: RoundedUpdate | None = None,
-    ) -> None:
-        self._offload, self._optimizer, self._buckets, self._rounded = offload, optimizer, buckets, rounded
+    def __init__(self, offload: Offload, optimizer: torch.optim.Optimizer, buckets: Sequence[GradientBucket]) -> None:
+        self._offload, self._optimizer, self._buckets = offload, optimizer, buckets
         device = buckets[0].flat.full.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.gradients = [offload.empty(b.flat.shard.shape, b.flat.update_dtype, is_copied=True) for b in buckets]
+        self.gradients = [offload.empty(b.flat.shard.shape, b.flat.dtype, is_copied=True) for b in buckets]
 
     def run(self, publish: Callable[[FlatParameters], None]) -> None:
         """Update the shards of all buckets, and `publish` each at once."""
@@ -57,11 +49,8 @@ class HostUpdate:
                 arrived.synchronize()
             flat = bucket.flat
             flat.set_updated_gradients(gradient)
-            if self._rounded is not None:
-                self._rounded.update(self._optimizer, flat)
-            else:
-                with only(self._optimizer, flat.updated.values()):
-                    self._optimizer.step()
+            with only(self._optimizer, flat.updated.values()):
+                self._optimizer.step()
             flat.set_updated_gradients(None)
             if self._offload.folder is not None:
                 self._move_states(flat)

@@ -2,8 +2,7 @@
 
 What FSDP2 has as `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. With `param_dtype` bf16:
 - Each rank updates its shard in fp32 (`sharding.parts.flat`). An update is often smaller than half a unit in the last
-  place of a bf16 value, which has 8 bits of mantissa, and would be lost. With `master_dtype` bf16 the shard is in bf16
-  too, and the update is rounded to it at random (`sharding.options.stochastic_rounding`).
+  place of a bf16 value, which has 8 bits of mantissa, and would be lost.
 - Parameters are gathered in bf16: half the bytes. Modules compute in bf16, and so do their inputs: what is fp32 among
   the arguments of the whole module and of each block is cast.
 - Gradients are made in bf16, and reduced in `reduce_dtype`, by default fp32, so that a sum over many ranks and
@@ -28,19 +27,16 @@ class Placement(NamedTuple):
         param_dtype: In which the module computes; None is the parameters' own.
         reduce_dtype: In which gradients are reduced; None is that of the gradients.
         offload: What is in host memory (`sharding.options.offload`).
-        master_dtype: In which shards are kept between updates; None is the parameters' own.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     offload: Offload | None = None
-    master_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, options: StrategyOptions) -> "Placement":
         reduce = options.reduce_dtype or (options.param_dtype and "fp32")
-        dtypes = DTYPES.get(options.param_dtype), DTYPES.get(reduce)
-        return cls(*dtypes, Offload.of(options.offload), DTYPES.get(options.master_dtype))
+        return cls(DTYPES.get(options.param_dtype), DTYPES.get(reduce), Offload.of(options.offload))
 
     def expected_memory(self, size: ModelSize, ranks: int, shards: Collection[str]) -> dict[str, int]:
         """Bytes on the device at rest, of those components that this placement changes.
@@ -50,13 +46,11 @@ class Placement(NamedTuple):
         """
         expected: dict[str, int] = {}
         computed_with = self.param_dtype.itemsize * size.elements if self.param_dtype else size.parameter_bytes
-        kept, kept_trained = self._kept(size)
-        frozen_shard = per_rank(kept - kept_trained, ranks)
+        frozen_shard = per_rank(size.parameter_bytes - size.trainable_bytes, ranks)
         if "parameters" not in shards and (self.param_dtype or self.offload):
-            apart = frozen_shard if self.offload else per_rank(kept, ranks)
-            expected["parameters"] = computed_with + (0 if self.master_dtype else apart)
-        if "parameters" in shards and self.master_dtype:
-            expected["parameters"] = per_rank(kept, ranks)
+            expected["parameters"] = computed_with + (
+                frozen_shard if self.offload else per_rank(size.parameter_bytes, ranks)
+            )
         if "parameters" in shards and self.offload:
             trained_with = (
                 self.param_dtype.itemsize * size.trainable_elements if self.param_dtype else size.trainable_bytes
@@ -79,15 +73,8 @@ class Placement(NamedTuple):
         """
         if not self.offload:
             return 0
-        kept, kept_trained = self._kept(size)
-        offloaded = kept if self.offload.what == "parameters" else kept_trained
+        offloaded = size.parameter_bytes if self.offload.what == "parameters" else size.trainable_bytes
         return per_rank((1 + optimizer_values) * size.trainable_bytes + offloaded, ranks)
-
-    def _kept(self, size: ModelSize) -> tuple[int, int]:
-        """Bytes of all ranks' shards together: of all parameters, and of the trainable ones."""
-        if self.master_dtype is None:
-            return size.parameter_bytes, size.trainable_bytes
-        return self.master_dtype.itemsize * size.elements, self.master_dtype.itemsize * size.trainable_elements
 
 
 def per_rank(size: int, ranks: int) -> int:

@@ -116,8 +116,7 @@ class FlatParameters:
 
     The module may compute in a lower precision than the optimizer (`param_dtype`). Then `full` has the lower one, and
     `shard` is apart from it: the master values, which small updates do not round away (Micikevicius et al., 2018,
-    "Mixed precision training"). Or the shard has the lower one too (`master_dtype`), and updates are rounded to it at
-    random (`sharding.options.stochastic_rounding`).
+    "Mixed precision training").
 
     Rank 0's values win. Building one is collective.
 
@@ -130,13 +129,12 @@ class FlatParameters:
         layout: Where each parameter lies (`Layout`).
         full: The flat tensor with which the module computes, (padded_numel,).
         views: For each parameter its place in `full`, in its shape.
-        shard: What this rank keeps, in the parameters' own dtype or `master_dtype`, (shard_numel,).
-        update_dtype: In which the shard is updated, and its reduced gradient is: the parameters' own.
-        parts: For each parameter with elements in the shard, their place in it, flat.
+        shard: What this rank keeps, (shard_numel,).
+        dtype: Of the shard and its reduced gradient: the parameters' own.
         pieces: For each parameter with elements in the shard, a flat parameter on the device. Its `.grad` is the
             reduced gradient of these elements.
         updated: The same, as the optimizer sees it: a view into the shard. Those of `pieces`, unless the shard is in
-            host memory. If the shard is not in `update_dtype`, they have values during an update alone.
+            host memory.
     """
 
     def __init__(
@@ -149,15 +147,13 @@ class FlatParameters:
         self.group, self.rank = ranks.shard, dist.get_rank(ranks.shard)
         first, offload = parameters[0], placement.offload
         self.is_offloaded = offload is not None and (first.requires_grad or offload.what == "parameters")
-        self.update_dtype, self.own_dtype = first.dtype, placement.master_dtype or first.dtype
-        dtype = placement.param_dtype or first.dtype
+        self.dtype, dtype = first.dtype, placement.param_dtype or first.dtype
         item_bytes = min(dtype.itemsize, first.element_size())
         self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(self.group), item_bytes)
         own = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
         for slot, parameter in enumerate(self.parameters):
             self.layout.view(own, slot).copy_(parameter.detach())
         dist.broadcast(own, group=ranks.everyone, group_src=0)
-        own = own.to(self.own_dtype)
         self.full = own.to(dtype)
         self.views = [self.layout.view(self.full, slot) for slot in range(len(parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
@@ -167,20 +163,13 @@ class FlatParameters:
         self._places = self.layout.pieces(self.rank)
         lengths = [place.end - place.start for place in self._places]
         self._lengths = [*lengths, self.layout.shard_numel - sum(lengths)]
-        self.parts = {
-            self.parameters[place.slot]: self.shard[place.start : place.end].detach() for place in self._places
-        }
-        is_updated_in_place = self.shard.dtype == self.update_dtype
         self.updated = {
-            p: nn.Parameter(part if is_updated_in_place else self._nothing(part)) for p, part in self.parts.items()
+            self.parameters[place.slot]: nn.Parameter(self.shard[place.start : place.end]) for place in self._places
         }
         self.pieces = self.updated
-        if self.is_offloaded:
-            self.pieces = {p: nn.Parameter(self._nothing(part, self.full.device)) for p, part in self.parts.items()}
-
-    def _nothing(self, part: Tensor, device: torch.device | None = None) -> Tensor:
-        """What has the shape of `part`, and no memory of its own."""
-        return torch.zeros((), dtype=self.update_dtype, device=device or part.device).expand(part.shape)
+        if self.is_offloaded:  # of their shapes, on the device, and without memory of their own
+            nothing = torch.zeros((), dtype=self.dtype, device=self.full.device)
+            self.pieces = {p: nn.Parameter(nothing.expand(part.shape)) for p, part in self.updated.items()}
 
     def _kept(self, part: Tensor, offload: Offload | None) -> Tensor:
         """This rank's values, where they are updated."""
@@ -191,7 +180,7 @@ class FlatParameters:
     @property
     def keeps_shard_apart(self) -> bool:
         """Whether `shard` is not simply a part of `full`."""
-        return self.is_offloaded or self.full.dtype != self.own_dtype
+        return self.is_offloaded or self.full.dtype != self.dtype
 
     def fill_own_part(self) -> None:
         """Put this rank's values into `full`, before it is gathered."""
@@ -223,14 +212,14 @@ class FlatParameters:
         """All ranks' values in the shard's dtype, (padded_numel,). Not to be changed. Collective."""
         if not self.keeps_shard_apart:
             return self.full
-        own = torch.empty(self.layout.padded_numel, dtype=self.own_dtype, device=self.full.device)
+        own = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.full.device)
         self.layout.shard_of(own, self.rank).copy_(self.shard)
         all_gather(own, self.group).wait()
         return own
 
     def set_values(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Take rank 0's `values`; what others give is not read. Collective."""
-        own = torch.zeros(self.layout.padded_numel, dtype=self.own_dtype, device=self.full.device)
+        own = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.full.device)
         if dist.get_rank(self.ranks.everyone) == 0:
             for slot, parameter in enumerate(self.parameters):
                 self.layout.view(own, slot).copy_(values[parameter])
@@ -266,8 +255,3 @@ class FlatParameters:
         for place, (parameter, piece) in zip(self._places, self.updated.items(), strict=True):
             is_there = gradient is not None and self.pieces[parameter].grad is not None
             piece.grad = gradient[place.start : place.end] if is_there else None  # type: ignore[index]
-
-    def set_updated_values(self, values: Tensor | None) -> None:
-        """Give the optimizer the shard's values in `update_dtype`, or take them away."""
-        for place, piece, part in zip(self._places, self.updated.values(), self.parts.values(), strict=True):
-            piece.data = self._nothing(part) if values is None else values[place.start : place.end]

@@ -151,7 +151,7 @@ class GradientBucket:
         if self.replicas is None:
             self.take(part)
         else:
-            self.replicas.add(part.to(self.flat.update_dtype), self.averages)
+            self.replicas.add(part.to(self.flat.dtype), self.averages)
 
     def finish_replicas(self, is_last: bool) -> None:
         """Wait for the sum over replicas, if there are any. `is_last`: No further micro-batch follows."""
@@ -163,7 +163,7 @@ class GradientBucket:
 
     def take(self, total: Tensor) -> None:
         """Make the sum over all ranks the shard."""
-        self.shard = total.to(self.flat.update_dtype)
+        self.shard = total.to(self.flat.dtype)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.full, self.shard, *self._to_replicas()) if tensor is not None]
@@ -243,7 +243,7 @@ class ShardedGradientBucket(GradientBucket):
 
     def take(self, total: Tensor) -> None:
         """Add a micro-batch's sum over all ranks to the shard."""
-        self.shard = total.to(self.flat.update_dtype) if self.shard is None else self.shard.add_(total)
+        self.shard = total.to(self.flat.dtype) if self.shard is None else self.shard.add_(total)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.full, self.shard, self._sum, *self._to_replicas()) if tensor is not None]

@@ -5,7 +5,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
@@ -36,7 +35,6 @@ from sharding.parts.in_shards import GradientInShards
 
 if TYPE_CHECKING:
     from sharding.options.offload import HostUpdate
-    from sharding.options.stochastic_rounding import RoundedUpdate
 
 
 class ShardedStrategy(Strategy):
@@ -51,14 +49,12 @@ class ShardedStrategy(Strategy):
         offload=frozenset({"optimizer"}),
         offload_to_files=True,
         param_dtype=True,
-        master_dtype=True,
         replicas=True,
         experts=True,
     )
     flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
     host_update: "HostUpdate | None"
-    rounded_update: "RoundedUpdate | None"
 
     def prepare(self) -> None:
         self.placement = Placement.of(self.options)
@@ -73,14 +69,7 @@ class ShardedStrategy(Strategy):
                 f"{elements} trainable elements cannot be sharded over {self.shard_size} ranks: use fewer "
                 "ranks, or a replicated strategy"
             )
-        self.host_update = self.rounded_update = None
-        if self.placement.master_dtype:
-            from sharding.options.stochastic_rounding import RoundedUpdate, require_fp32
-
-            require_fp32(self.trainable)
-            self.parameter_dtypes = dict.fromkeys(self.parameter_dtypes, self.placement.master_dtype)
-            device = torch.device("cpu") if self.placement.offload else self.device
-            self.rounded_update = RoundedUpdate(device, dist.get_rank(self.shard_group), self.shard_size)
+        self.host_update = None
         self._unused: set[nn.Parameter] = set()
         self._has_zeros = False  # zero_grad has made all gradients zeros
         self.group_of_buffers = self.process_group
@@ -102,22 +91,16 @@ class ShardedStrategy(Strategy):
         if self.placement.offload:
             from sharding.options.offload import HostUpdate
 
-            buckets = list(reversed(self.buckets))
-            self.host_update = HostUpdate(self.placement.offload, optimizer, buckets, self.rounded_update)
+            self.host_update = HostUpdate(self.placement.offload, optimizer, list(reversed(self.buckets)))
         return optimizer
 
     def update(self) -> None:
         self._forget_gradients()
-        if self.rounded_update is not None:
-            self.rounded_update.begin_step(self.optimizer_steps)
         if self.host_update is not None:
             self.host_update.run(self.publish)
             return
-        if self.rounded_update is None:
-            super().update()
+        super().update()
         for bucket in reversed(self.buckets):  # the order in which forward needs them
-            if self.rounded_update is not None:
-                self.rounded_update.update(self.optimizer, bucket.flat)
             self.publish(bucket.flat)
 
     def publish(self, flat: FlatParameters) -> None:
@@ -230,7 +213,7 @@ class ShardedStrategy(Strategy):
         whole = ((name, p.grad) for name, p in self.trainable.items() if p not in self._in_shards)
         result = {name: gradient.cpu().clone() for name, gradient in whole if gradient is not None}
         for bucket in self.buckets:
-            flat, dtype = bucket.flat, bucket.flat.update_dtype
+            flat, dtype = bucket.flat, bucket.flat.dtype
             full = torch.zeros(flat.layout.padded_numel, dtype=dtype, device=flat.shard.device)
             if bucket.shard is not None:
                 flat.layout.shard_of(full, flat.rank).copy_(bucket.shard)
@@ -274,8 +257,7 @@ class ShardedStrategy(Strategy):
     def parameter_pieces(self) -> list[Piece]:
         if "parameters" not in self.saves_shards_of:
             return super().parameter_pieces()
-        kept = [(flat, flat.parts) for flat in self.flats]  # what lies in none of them has no elements
-        return self._pieces_of(kept)
+        return self._pieces_of(self.flats)  # what lies in none of them has no elements
 
     @property
     def saves_shards_of(self) -> frozenset[str]:
@@ -291,15 +273,15 @@ class ShardedStrategy(Strategy):
                 all_gather(flat.full, flat.group).wait()
 
     def updated_pieces(self) -> list[Piece]:
-        return self._pieces_of((flat, flat.updated) for flat in self.flats if flat.trainable)
+        return self._pieces_of(flat for flat in self.flats if flat.trainable)
 
-    def _pieces_of(self, flats: Iterable[tuple[FlatParameters, Mapping[nn.Parameter, Tensor]]]) -> list[Piece]:
+    def _pieces_of(self, flats: Iterable[FlatParameters]) -> list[Piece]:
         """This rank's shards, cut where one parameter ends and the next begins."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return [
             Piece(names[parameter], start, piece)
-            for flat, pieces in flats
-            for (parameter, piece), start in zip(pieces.items(), flat.first_elements(), strict=True)
+            for flat in flats
+            for (parameter, piece), start in zip(flat.updated.items(), flat.first_elements(), strict=True)
         ]
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "bucket_ddp_async": [{"reduce_dtype": "bf16"}, {"overlap_optimizer": True}],
     "zero1": [{"offload": "optimizer"}],
     "zero2": [{"param_dtype": "bf16"}],
-    "zero3": [{"param_dtype": "bf16", "master_dtype": "bf16"}],
+    "zero3": [{"param_dtype": "bf16", "offload": "parameters"}],
 }
 """What makes tensors of its own."""
 TOLERANCES = {torch.float64: 1e-12, torch.bfloat16: 2**-6}

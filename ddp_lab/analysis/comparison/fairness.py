@@ -85,7 +85,6 @@ SETTINGS = {
     "first loss scale": Setting(of_config("loss_scale", "65536 in fp16"), (LOSS,)),
     "parameter dtype": Setting(of_config("param_dtype", "the model's"), EVERYTHING),
     "reduction dtype": Setting(of_config("reduce_dtype", "by default"), EVERYTHING),
-    "master dtype": Setting(of_config("master_dtype", "the model's"), EVERYTHING),
     "offload": Setting(lambda record: (record["config"].get("offload") or "none").partition(":")[0], (TIME, MEMORY)),
     "matrix products": Setting(lambda record: "TF32" if record["config"].get("tf32") else "as stored", (TIME, LOSS)),
     "compiled blocks": Setting(lambda record: "yes" if record["config"].get("compile") else "no", (TIME, MEMORY, LOSS)),

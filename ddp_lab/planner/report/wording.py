@@ -17,7 +17,7 @@ from ddp_lab.strategy.recompute.setting import NONE
 
 NAMED = (
     *("mesh", "async_tensor_parallel"),
-    *("param_dtype", "master_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload"),
+    *("param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload"),
 )
 """Settings that the headline names where they are given."""
 

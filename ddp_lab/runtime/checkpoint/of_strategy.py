@@ -77,7 +77,7 @@ def load_checkpoint(strategy: Strategy, folder: str | Path) -> None:
             raise UserError(f"{folder}: no checkpoint of a strategy")
         groups, cuts, steps = (decoded(texts, field, folder) for field in KINDS)
         fill(strategy, files, groups, cuts)
-        strategy.optimizer_steps = steps  # which seeds stochastic rounding
+        strategy.optimizer_steps = steps
 
     on_every_rank(load, strategy.everyone)
     strategy.parameters_are_loaded()

@@ -46,7 +46,6 @@ MUST_EQUAL = (
     "loss_scale",
     "param_dtype",
     "reduce_dtype",
-    "master_dtype",
     "compress",
     "router_scores",
     "router_bias",

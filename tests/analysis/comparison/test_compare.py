@@ -387,7 +387,7 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
 
 def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     assert labels(None) == labels(record("a", 1.0)) == []
-    settings = {"compress": "int8", "overlap_optimizer": True, "master_dtype": "bf16", "link": "1gbit"}
+    settings = {"compress": "int8", "overlap_optimizer": True, "precision": "bf16-true", "link": "1gbit"}
     changed = {"config": record("a", 1.0)["config"] | settings, "notes": ["2 buckets fit this <link>"]} | SHARED
     text = summary_page(analysed(tmp_path, "other", changed), "other")
     for said in ("Gradients are compressed (int8)", "updated while other buckets", "This is lossy"):

@@ -215,7 +215,7 @@ def two_batches(samples: int) -> list[dict[str, Tensor]]:
 
 
 RECOMPUTED = ("block", "torch:block", "selective", "op")
-BF16 = {"param_dtype": "bf16", "master_dtype": "bf16"}
+BF16 = {"param_dtype": "bf16"}
 
 
 def peak_of_real_ranks(choice: tuple[str, str], options: dict[str, str], samples: int) -> tuple[int, int]:
@@ -232,14 +232,14 @@ PEAKS: list[tuple[str, dict[str, str]]] = [
     *((choice, {"activation_checkpointing": how}) for _, choice in CHOICES for how in RECOMPUTED),
     *((choice, {}) for _, choice in CHOICES),
     *((choice, {"offload": "optimizer"}) for choice in ("zero1", "zero2", "zero3")),
-    *((choice, {"param_dtype": "bf16"}) for choice in ("zero1", "zero2", "zero3", "pytorch_zero3")),
+    *((choice, BF16) for choice in ("zero1", "zero2", "zero3", "pytorch_zero3")),
     *((choice, BF16 | {"offload": "optimizer"}) for choice in ("zero1", "zero2", "zero3")),
     ("zero3", BF16 | {"offload": "parameters"}),
 ]
 TRIED_PEAKS = (
     ("zero2", BF16 | {"offload": "optimizer"}),
     ("zero3", {"activation_checkpointing": "block"}),
-    ("pytorch_zero3", {"param_dtype": "bf16"}),
+    ("pytorch_zero3", BF16),
 )
 
 

@@ -32,7 +32,7 @@ class Rounding(NamedTuple):
 
 BF16, FP16 = {"param_dtype": "bf16"}, {"param_dtype": "fp16"}
 AUTOCAST, AUTOCAST_FP16, ALL = {"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16-true"}
-MASTERS, REDUCED, SCALED = {"master_dtype": "bf16"}, {"reduce_dtype": "bf16"}, {"loss_scale": 64.0}
+REDUCED, SCALED = {"reduce_dtype": "bf16"}, {"loss_scale": 64.0}
 INT8, COMPILED = {"compress": "int8"}, {"compile_backend": "aot_eager"}
 ROUNDINGS = {
     "fp32": Rounding({}, {}, 1e-5, 1e-6),
@@ -45,8 +45,6 @@ ROUNDINGS = {
     "parameters in fp16": Rounding(FP16 | SCALED, FP16, 2**-7, 2**-8),  # pytorch_zero2 is 0.0045 off; cause unknown
     "parameters in bf16, reduced": Rounding(BF16 | REDUCED, BF16),
     "parameters in fp16, reduced": Rounding(FP16 | REDUCED | SCALED, FP16),
-    "masters": Rounding(BF16 | MASTERS, BF16, 0.05),
-    "masters, reduced": Rounding(BF16 | MASTERS | REDUCED, BF16, 0.05),
     "all in bf16": Rounding(ALL, ALL),
     "int8": Rounding(INT8, {}, 0.05, 0.05),
     "int8, bf16": Rounding(INT8 | AUTOCAST, AUTOCAST, 0.05, 0.05),
@@ -59,7 +57,7 @@ OFFLOADED = {what: {"offload": what} for what in ("optimizer", "parameters", "op
 PAIRS = {f"{one}, {two}": RECOMPUTED[one] | OFFLOADED[two] for one, two in product(RECOMPUTED, OFFLOADED)}
 EXACT: dict[str, Options] = {"once more": {}, **RECOMPUTED, **OFFLOADED, **PAIRS}
 """Settings that must not change a bit."""
-PAIRED = ("fp32", "fp16", "parameters in bf16", "masters")
+PAIRED = ("fp32", "fp16", "parameters in bf16")
 """With these, exact settings are tried in pairs too."""
 
 FAMILIES = [
@@ -160,7 +158,7 @@ def sample() -> list[Case]:
         "fp16, overflowing",
         "bf16, reduced",
         "parameters in fp16, reduced",
-        "masters, reduced",
+        "parameters in bf16",
         "all in bf16",
         "int8",
     ]

@@ -19,12 +19,7 @@ def labels(record: dict[str, Any] | None) -> list[str]:
             f"Gradients are compressed ({config['compress']}): what is reduced is rounded, so this is not the same "
             "training as without compression, and its times and bytes cannot be compared with it."
         )
-    if config.get("master_dtype"):
-        lines.append(
-            f"No master values: parameters are kept and computed with in {config['master_dtype']}, and every update is "
-            "rounded to it at random. This is lossy: losses differ from those of fp32, and of fp32 masters."
-        )
-    elif config.get("precision") == "bf16-true":
+    if config.get("precision") == "bf16-true":
         lines.append(
             "Parameters, gradients and optimizer states are in bf16. This is lossy: an update below half a unit in the "
             "last place of a weight is lost."
