@@ -101,7 +101,15 @@ class Context:
 
         Args:
             documents: See `RingAttention`.
+
+        Raises:
+            UnsupportedError: a ring is told to draw dropout.
         """
+        if dropout and self.way != ULYSSES:
+            raise UnsupportedError(
+                f"context parallelism by {self.way} draws no dropout within attention (here {dropout:g}): set it to 0, "
+                "which is attention_dropout or attn_pdrop in a model's config, or take ulysses"
+            )
         if torch.is_autocast_enabled(kind := q.device.type):  # rotated queries and keys are in fp32
             q, k, v = (one.to(torch.get_autocast_dtype(kind)) for one in (q, k, v))
         if torch.is_grad_enabled() or not self.keys:
@@ -111,7 +119,7 @@ class Context:
 
             return TorchRing.apply(q, k, v, documents, self.ring, scale)
         if self.way != ULYSSES:
-            return RingAttention.apply(q, k, v, documents, self.ring, scale, dropout)
+            return RingAttention.apply(q, k, v, documents, self.ring, scale)
 
         def of_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             seen = None

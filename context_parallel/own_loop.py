@@ -8,7 +8,7 @@ from context_parallel.attention import Context
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.mesh import timeout_of
-from ddp_lab.runtime.settings.mesh import CONTEXT_PARALLEL, PYTORCH, ZIGZAG
+from ddp_lab.runtime.settings.mesh import CONTEXT_PARALLEL, ZIGZAG
 
 
 class OwnContext(Context):
@@ -52,14 +52,12 @@ class OwnContext(Context):
                 document alone. Those that fill a sequence up are hidden by their place.
 
         Raises:
-            UnsupportedError: other masks, or dropout by `pytorch_cp`; or ranks that do not divide heads.
+            UnsupportedError: other masks, or dropout but by `ulysses`; or ranks that do not divide heads.
         """
         if attn_mask is not None or not is_causal:
             raise UnsupportedError(
                 "context parallelism: attention must have is_causal=True and no attn_mask, or documents"
             )
-        if dropout_p and self.way == PYTORCH:
-            raise UnsupportedError(f"context parallelism by {self.way}: it draws no dropout_p; take zigzag")
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise UnsupportedError("context parallelism: keys have fewer heads than queries; say enable_gqa=True")
         whole = None if documents is None else self.filled(documents, -1)

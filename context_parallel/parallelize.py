@@ -54,12 +54,6 @@ def require_known(module: nn.Module, config: RunConfig) -> None:
             f"--mesh with cp: {name} is no causal language model of transformers, which it must be; or take dp"
         )
     text: Any = settings.get_text_config()  # type: ignore[union-attr]
-    drops = [one for one in ("attention_dropout", "attn_pdrop") if getattr(text, one, 0)]
-    if drops and config.context_parallel == PYTORCH:
-        raise UnsupportedError(
-            f"--context-parallel {PYTORCH} draws no dropout within attention ({drops[0]} of {name}'s config); take "
-            "zigzag, or set it to 0"
-        )
     if config.context_parallel == ULYSSES:
         require_heads(text.num_attention_heads // config.degree(TENSOR), config.degree(CONTEXT))
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from context_parallel.blocks import Kernel, Mask, kernel_for, mask_of
-from context_parallel.dropout import Dropped
 from context_parallel.layout import Block, Layout
 
 
@@ -86,21 +85,14 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Tensor | None,
-        ring: Ring,
-        scale: float,
-        dropout: float = 0.0,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring, scale: float
     ) -> Tensor:
         """
         Args:
             documents: The number of the document of each token of the whole sequence, (batch, tokens of all ranks).
                 Tokens see their own document alone. None: there is one.
         """
-        kernel = Dropped(dropout) if dropout else kernel_for(q, documents is not None)
+        kernel = kernel_for(q, documents is not None)
         exact = torch.promote_types(q.dtype, torch.float32)
         out = lse = q
         for source, (k_here, v_here) in ring.turns(torch.stack([k, v])):
@@ -142,4 +134,4 @@ class RingAttention(torch.autograd.Function):
                 of_kv = of_kv if coming is None else of_kv.add_(coming.wait())
                 coming = ring.shift(of_kv)
         of_k, of_v = own if coming is None else own.add_(coming.wait())
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None

@@ -153,7 +153,7 @@ def attend(size: int, way: str, told: dict[str, Any]) -> None:
         (3, "zigzag", {}, "over 3 ranks: must be a number that divides the 2 ranks"),
         (2, "zigzagg", {}, "did you mean zigzag?"),
         (2, "zigzag", {}, "attention must have is_causal=True and no attn_mask"),
-        (2, "pytorch_cp", {"is_causal": True, "dropout_p": 0.1}, "by pytorch_cp: it draws no dropout_p; take zigzag"),
+        (2, "pytorch_cp", {"is_causal": True, "dropout_p": 0.1}, "by pytorch_cp draws no dropout within attention"),
         (2, "ring", {"is_causal": True, "heads": 1}, "say enable_gqa=True"),
         (2, "ulysses", {"is_causal": True}, "do not divide 3 attention heads"),
     ],

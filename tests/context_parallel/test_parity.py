@@ -95,7 +95,8 @@ def refused(model: str, options: dict[str, Any]) -> str:
         (2, "llama", {}, "is no causal language model of transformers"),
         (2, "plain", {}, "Plain is no causal language model"),
         (2, "lm, gpt2, dropout", ULYSSES, ""),
-        (2, "lm, gpt2, dropout", PYTORCH, "--context-parallel pytorch_cp draws no dropout within attention"),
+        (2, "lm, gpt2, dropout", PYTORCH, "context parallelism by pytorch_cp draws no dropout within attention"),
+        (2, "lm, gpt2, dropout", {}, "by zigzag draws no dropout within attention (here 0.3): set it to 0"),
         (2, "lm, qwen2, window", {}, "Qwen2Attention uses sliding_window, which no ring does here"),
     ],
 )

@@ -12,7 +12,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
 from ddp_lab.runtime.settings.data import CAUSAL_LM
 from ddp_lab.runtime.settings.field import flag_name
-from ddp_lab.runtime.settings.mesh import PYTORCH, ULYSSES
+from ddp_lab.runtime.settings.mesh import ULYSSES
 from ddp_lab.strategy.recompute.setting import NONE
 
 NAMED = (
@@ -80,13 +80,11 @@ def certainty(plan: Plan) -> list[str]:
 
 
 def dropout_left_out(plan: Plan) -> list[str]:
-    """What a ring does with a dropout of attention, which no plan has: other ways have kernels that keep nothing."""
-    ways = {case.config.context_parallel for case in plan.cases if case.config.cuts_tokens} - {ULYSSES}
-    dropout = plan.case.model.attention_dropout if ways else 0.0
-    what = f"{PYTORCH} refuses to run with it: set it to 0 in the model's config"
-    if PYTORCH not in ways:
-        what = "A ring computes it by plain products, which take longer and more memory"
-    return [f"Dropout: that of attention ({dropout:g}) is left out. {what}."] if dropout else []
+    """No plan has a dropout of attention: kernels keep nothing for it. But a ring refuses to run with it."""
+    has_ring = any(case.config.cuts_tokens and case.config.context_parallel != ULYSSES for case in plan.cases)
+    dropout = plan.case.model.attention_dropout if has_ring else 0.0
+    what = "A ring refuses to run with it: set it to 0 in the model's config, or take ulysses."
+    return [f"Dropout: that of attention ({dropout:g}) is left out. {what}"] if dropout else []
 
 
 def price_line(case: Case) -> str:
