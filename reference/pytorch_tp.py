@@ -69,10 +69,6 @@ def parallelize_by_torch(
     """
     if config.plan:
         raise UnsupportedError("--plan: PyTorch's own takes the built-in plans alone; take tp or zero1 to zero3")
-    if config.async_tensor_parallel:
-        raise UnsupportedError(
-            "--async-tensor-parallel: PyTorch's own needs --compile and symmetric memory; take tp or zero1 to zero3"
-        )
     require_own_memory(module)
     mesh = groups.device_mesh[TENSOR]
     cuts_tokens = config.sequence_parallel

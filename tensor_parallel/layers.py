@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tensor_parallel.operators import Add, Copy, gathered
-from tensor_parallel.region import Ranks, as_factor
+from tensor_parallel.region import Ranks
 
 
 class RowParallel(nn.Module):
@@ -33,18 +33,13 @@ class RowParallel(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         self._ranks.end_random()
-        tokens, weight = self._ranks.active_tokens, self.weight.t() if self.transposed else self.weight
-        if tokens is not None and tokens.pieces > 1:
-            return self._with_bias(tokens.multiply_scatter(as_factor(hidden), weight.t()))
-        terms = functional.linear(hidden, weight)
+        terms = functional.linear(hidden, self.weight.t() if self.transposed else self.weight)
+        tokens, bias, group = self._ranks.active_tokens, self.bias, self._ranks.group
         if tokens is None:
-            total = Add.apply(terms, self._ranks.group)
-            return total if self.bias is None else total + self.bias
-        return self._with_bias(tokens.scatter(terms))
-
-    def _with_bias(self, tokens: Tensor) -> Tensor:
-        """On tokens of this rank. Other ranks add it to other tokens."""
-        return tokens if self.bias is None else tokens + Copy.apply(self.bias, self._ranks.group)
+            total = Add.apply(terms, group)
+            return total if bias is None else total + bias
+        own = tokens.scatter(terms)
+        return own if bias is None else own + Copy.apply(bias, group)  # other ranks add it to other tokens
 
 
 class VocabularyParallelEmbedding(nn.Embedding):

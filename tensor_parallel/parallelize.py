@@ -4,7 +4,6 @@ Names stay as they are, and each part is an ordinary module with ordinary parame
 over it unchanged.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,6 @@ from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
 from tensor_parallel.cuts import CutParameters, cut_evenly, cut_in_parts, is_transposed, weight_of
 from tensor_parallel.layers import RowParallel, VocabularyParallelEmbedding, WholeVocabulary
 from tensor_parallel.operators import Copy
-from tensor_parallel.overlap import Columns
 from tensor_parallel.plan import (
     Column,
     Embedding,
@@ -49,8 +47,8 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     plan = read_plan(Path(config.plan)) if config.plan else plan_of(module, groups.mesh.degree(TENSOR))
     options = config.strategy
     precision = Precision.of(options.precision, options.param_dtype)
-    recomputed, pieces = options.activation_checkpointing, config.async_tensor_parallel or 1
-    return parallelize(module, plan, groups, device, config.sequence_parallel, precision, recomputed, pieces)
+    recomputed = options.activation_checkpointing
+    return parallelize(module, plan, groups, device, config.sequence_parallel, precision, recomputed)
 
 
 def parallelize(
@@ -61,13 +59,11 @@ def parallelize(
     sequence_parallel: bool = False,
     precision: Precision = FP32,
     activation_checkpointing: str = "none",
-    pieces: int = 1,
 ) -> ModelParallel:
     """Cut `module` in place over the ranks of `groups.tensor`. Rank 0's parameters win. Collective.
 
     Args:
         precision, activation_checkpointing: Of the run, on which its traffic depends.
-        pieces: Into which products are cut, to overlap with the collectives of sequence parallelism.
 
     Returns:
         What a strategy over `groups.data` must know of it.
@@ -76,7 +72,7 @@ def parallelize(
         UnsupportedError: a layer cannot be cut over so many ranks, or the plan does not fit the module.
     """
     require_own_memory(module)
-    ranks = Ranks(groups.tensor, device, sequence_parallel, pieces)
+    ranks = Ranks(groups.tensor, device, sequence_parallel)
     traffic = Traffic(ranks, device, precision, Recomputed.of(module, activation_checkpointing))
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), group=ranks.group, group_src=0)
@@ -91,11 +87,9 @@ class Parallelizer:
 
     def __init__(self, module: nn.Module, plan: Plan, ranks: Ranks, groups: MeshGroups, traffic: Traffic) -> None:
         self._module, self._groups, self._ranks, self._traffic = module, groups, ranks, traffic
-        self._pieces = ranks.tokens.pieces if ranks.tokens is not None else 1
         self._styles = matched(module, plan)
         self._regions = [name for name, style in self._styles.items() if isinstance(style, Region)]
         self.parameters = CutParameters(ranks.rank)
-        self._entrances: dict[str, tuple[Place, Columns]] = {}  # by the name of the module that they are in front of
         if ranks.tokens is not None and not any(isinstance(style, Split) for style in self._styles.values()):
             raise UnsupportedError("--sequence-parallel: the plan does not say where tokens are split")
 
@@ -158,26 +152,14 @@ class Parallelizer:
     def _put_f(self, name: str, layer: nn.Module, features: int) -> None:
         """In front of `layer`."""
         place, ranks = Place(name, features), self._ranks  # a hook that held `self` would keep the whole parameters
-        columns = self._add_entrance(place)
+        self._traffic.f.append(place)
 
         def enter(hidden: Tensor) -> Tensor:
             if torch.is_grad_enabled():
                 place.has_gradient = hidden.requires_grad
-            return ranks.enter(hidden, columns)
+            return ranks.enter(hidden)
 
         layer.register_forward_pre_hook(lambda _, args, kwargs: with_first(args, kwargs, enter), with_kwargs=True)
-
-    def _add_entrance(self, place: Place) -> Columns:
-        self._traffic.f.append(place)
-        self._entrances[place.module] = place, (columns := Columns())
-        return columns
-
-    def _overlap(self, entrance: str, name: str, layer: nn.Module) -> None:
-        """The products of a layer with the gather at the entrance of its region."""
-        place, columns = self._entrances[entrance]
-        if self._pieces > 1 and not place.is_whole:
-            columns.add(name, layer)
-            place.pieces = self._pieces
 
     def _cut_column(self, name: str, layer: nn.Module, style: Column) -> None:
         dim = 1 if is_transposed(layer) else 0
@@ -193,8 +175,6 @@ class Parallelizer:
         alike = cut.ranges.count(cut.ranges[self._ranks.rank])
         if alike > 1:
             self._sum_gradients(name, layer, self._groups.part_of_tensor(alike))
-        else:
-            self._overlap(enclosing(name, self._regions) or name, name, layer)
 
     def _cut_row(self, name: str, layer: nn.Module, style: Row) -> None:
         transposed = is_transposed(layer)
@@ -202,7 +182,7 @@ class Parallelizer:
         cut = cut_evenly(name, "inputs", weight_of(layer).shape[dim], dim, self._ranks.size, style.heads)
         self.parameters.cut(layer, name, "weight", cut)
         bias = layer._parameters["bias"]
-        self._traffic.g.append(Place(name, weight_of(layer).shape[1 - dim], pieces=self._pieces))
+        self._traffic.g.append(Place(name, weight_of(layer).shape[1 - dim]))
         if bias is not None and self._ranks.tokens is not None:
             self._traffic.parameters.append((name, self._bytes_of(bias), self._ranks.size))
         self._replace(name, RowParallel(weight_of(layer), bias, self._ranks, transposed))
@@ -218,13 +198,13 @@ class Parallelizer:
         ranks = self._ranks
         cut = cut_evenly(name, "entries", len(weight_of(layer)), 0, ranks.size)
         merges = any(isinstance(style, Shared) and style.merges for style in self._styles.values())
-        columns = self._add_entrance(place := Place(name, weight_of(layer).shape[1], is_whole=merges))
+        place = Place(name, weight_of(layer).shape[1], is_whole=merges)
+        self._traffic.f.append(place)
         self._traffic.losses.append(place)
         self.parameters.cut(layer, name, "weight", cut)
         self.parameters.cut(layer, name, "bias", cut)
         first, lengths = cut.ranges[ranks.rank][0][0], [end - start for ((start, end),) in cut.ranges]
-        self._overlap(name, name, layer)
-        layer.register_forward_pre_hook(partial(ranks.enter_head, columns), with_kwargs=True)
+        layer.register_forward_pre_hook(ranks.enter_head, with_kwargs=True)
 
         def whole_if_wanted(_: nn.Module, __: Any, logits: Tensor) -> Tensor:
             return WholeVocabulary.apply(logits, lengths, ranks.group) if ranks.gathers_logits else logits

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.tensors import with_first
 from tensor_parallel.operators import Copy
-from tensor_parallel.overlap import Columns
 from tensor_parallel.randomness import OwnRandomNumbers
 from tensor_parallel.sequence import Tokens
 
@@ -22,11 +21,9 @@ class Ranks:
     tokens_in_batch: Of the latest micro-batch: its token ids, or its rows where it has none.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, sequence_parallel: bool, pieces: int = 1
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, sequence_parallel: bool) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.tokens = Tokens(group, pieces) if sequence_parallel else None
+        self.tokens = Tokens(group) if sequence_parallel else None
         self.random = OwnRandomNumbers(self.rank, device)
         self.gathers_logits = True
         self.tokens_in_batch = 0
@@ -36,18 +33,13 @@ class Ranks:
         """What cuts the tokens of this forward pass, if they are cut."""
         return self.tokens if self.tokens is not None and self.tokens.is_active else None
 
-    def enter(self, hidden: Tensor, columns: Columns, is_whole: bool = False) -> Tensor:
-        """f: in front of what each rank computes for itself.
-
-        Args:
-            columns: Those whose products overlap with the gather.
-            is_whole: All ranks have all tokens.
-        """
+    def enter(self, hidden: Tensor, is_whole: bool = False) -> Tensor:
+        """f: in front of what each rank computes for itself. `is_whole`: all ranks have all tokens."""
         hidden = as_factor(hidden)  # as the products behind would, but half as much is sent
         tokens = self.active_tokens
-        if is_whole or tokens is None:
+        if tokens is None or is_whole:
             return Copy.apply(hidden, self.group)
-        return tokens.gather_multiply(hidden, columns) if columns else tokens.gather(hidden)
+        return tokens.gather(hidden)
 
     @staticmethod
     def _tokens_of(batch: Tensor) -> int:
@@ -95,10 +87,10 @@ class Ranks:
         self.random.end()
         return None if tokens is None else tokens.merge(hidden)
 
-    def enter_head(self, columns: Columns, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def enter_head(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self.random.end()
         is_whole = self.tokens is not None and self.tokens.is_merged
-        return with_first(args, kwargs, partial(self.enter, columns=columns, is_whole=is_whole))
+        return with_first(args, kwargs, partial(self.enter, is_whole=is_whole))
 
 
 def as_factor(hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Sequence parallelism: between the parallel regions each rank keeps 1/N of the tokens.
 
 Norms, dropouts and residuals treat each token by itself, so it does not matter which tokens are where. Here the tokens
-of all samples are laid end to end, padded to a multiple of ranks times pieces, and cut: (batch, sequence, features)
+of all samples are laid end to end, padded to a multiple of the ranks, and cut: (batch, sequence, features)
 becomes (1, tokens / N, features). Gathered tokens are then contiguous, without a transpose. Attention and the head get
 the tokens of all ranks in the old shape, the MLP needs no shape.
 
@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from ddp_lab.runtime.tensors import tensors_in
 from tensor_parallel.operators import Gather, Scatter, own_part
-from tensor_parallel.overlap import Columns, GatherMultiply, MultiplyScatter
 
 
 class Split(Scatter):
@@ -45,47 +44,34 @@ class Merge(Gather):
 class Tokens:
     """Cuts tokens over the ranks of a group, and brings them together.
 
-    With several pieces, all tokens are cut into these first, and each piece over ranks. So what is gathered of a piece
-    is contiguous (`tensor_parallel.overlap`).
-
     Attributes:
-        pieces: Into which products are cut, to overlap with collectives.
         is_active: Whether the latest forward pass cuts tokens. It holds until the next one begins, since backward may
             compute blocks again.
         is_merged: Whether they have been brought together for what follows all blocks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, pieces: int = 1) -> None:
-        self._group, self._size, self.pieces = group, dist.get_world_size(group), pieces
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._size = group, dist.get_world_size(group)
         self.is_active = self.is_merged = False
         self._shape = (0, 0)
 
     def split(self, hidden: Tensor) -> Tensor:
         """(batch, sequence, features) of which all ranks have the same, to (1, tokens of this rank, features)."""
         self._shape = hidden.shape[0], hidden.shape[1]
-        return Split.apply(self._by_rank(self._padded(hidden)), self._group)[None]
+        return Split.apply(self._padded(hidden), self._group)[None]
 
     def gather(self, hidden: Tensor) -> Tensor:
         """The tokens of all ranks, in front of a region, (batch, sequence, features)."""
-        return self._whole(self._by_piece(Gather.apply(hidden[0], self._group)))
+        return self._whole(Gather.apply(hidden[0], self._group))
 
     def merge(self, hidden: Tensor) -> Tensor:
         """The same, in front of what all ranks compute alike."""
         self.is_merged = True
-        return self._whole(self._by_piece(Merge.apply(hidden[0], self._group)))
+        return self._whole(Merge.apply(hidden[0], self._group))
 
     def scatter(self, terms: Tensor) -> Tensor:
         """Behind a region: the sum over ranks of (batch, sequence, features), to (1, tokens of this rank, features)."""
-        return Scatter.apply(self._by_rank(self._padded(terms)), self._group)[None]
-
-    def gather_multiply(self, hidden: Tensor, columns: Columns) -> Tensor:
-        """`gather`, overlapped with the products of `columns`."""
-        whole, *products = GatherMultiply.apply(hidden[0], self._group, self.pieces, *columns.weights())
-        return columns.carried(self._whole(whole), list(map(self._whole, products)))
-
-    def multiply_scatter(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """`scatter` of a product with (inputs, outputs), overlapped."""
-        return MultiplyScatter.apply(self._padded(inputs), weight, self._group, self.pieces)[None]
+        return Scatter.apply(self._padded(terms), self._group)[None]
 
     def remember(self, answer: Any) -> None:
         """Let backward from what this forward pass `answer`s know its shape, though others have run in between."""
@@ -99,25 +85,12 @@ class Tokens:
 
     def _padded(self, hidden: Tensor) -> Tensor:
         flat = hidden.flatten(0, -2)
-        missing = -len(flat) % (self._size * self.pieces)
+        missing = -len(flat) % self._size
         return functional.pad(flat, (0, 0, 0, missing)) if missing else flat
-
-    def _by_rank(self, flat: Tensor) -> Tensor:
-        """From the order of samples to that of ranks."""
-        return flat if self.pieces == 1 else turned(flat, self.pieces, self._size)
-
-    def _by_piece(self, flat: Tensor) -> Tensor:
-        """And back."""
-        return flat if self.pieces == 1 else turned(flat, self._size, self.pieces)
 
     def _whole(self, flat: Tensor) -> Tensor:
         batch, sequence = self._shape
         return flat[: batch * sequence].view(batch, sequence, -1)
-
-
-def turned(flat: Tensor, outer: int, inner: int) -> Tensor:
-    """Rows that are in `outer` parts of `inner` parts each, with `inner` outside."""
-    return flat.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def padded(tokens: int, ranks: int) -> int:

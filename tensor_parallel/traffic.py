@@ -45,18 +45,12 @@ class Place:
     Attributes:
         has_gradient: Whether backward comes here. It does not where the model's samples enter.
         is_whole: Here all ranks have all tokens, with sequence parallelism too.
-        pieces: In which sequence parallelism sends, to overlap with products.
     """
 
     module: str
     features: int
     has_gradient: bool = True
     is_whole: bool = False
-    pieces: int = 1
-
-    def payloads(self, tokens: int, item: int) -> list[int]:
-        """Bytes of each collective, with elements of `item` bytes."""
-        return [tokens * self.features * item // self.pieces] * self.pieces
 
 
 @dataclass(frozen=True)
@@ -92,8 +86,7 @@ class Recomputed:
         block = enclosing(place.module, self.again)
         if block is None or not self.stops_early:
             return block is not None
-        is_last = place is [other for other in places if enclosing(other.module, [block])][-1]
-        return not is_last or place.pieces > 1  # what overlaps is one operator with its product
+        return place is not [other for other in places if enclosing(other.module, [block])][-1]
 
 
 class Traffic:
@@ -136,7 +129,7 @@ class Traffic:
     def of_forward(self, passes: int) -> list[Collective]:
         """Of so many more forward passes, without gradients and without sequence parallelism."""
         tokens, products, rest = self.ranks.tokens_in_batch, self.precision.products, self.precision.rest
-        sent = [payload for place in self.g for payload in place.payloads(tokens, products)]
+        sent = [tokens * place.features * products for place in self.g]
         sent += [tokens * place.features * rest for place in self.sums]
         losses = tokens * cross_entropy.NUMBERS * 4
         calls = len(sent) + cross_entropy.CALLS * len(self.losses)
@@ -146,27 +139,25 @@ class Traffic:
     def __call__(self, micro_batches: int) -> list[Collective]:
         """Of a step of so many micro-batches of the shape that the latest had."""
         tokens, cuts = self.ranks.tokens_in_batch, self.ranks.tokens is not None
-        filled = padded(tokens, self.ranks.size * (self.ranks.tokens.pieces if self.ranks.tokens is not None else 1))
+        filled, products, rest = padded(tokens, self.ranks.size), self.precision.products, self.precision.rest
         reduced, gathered, scattered = [], [], []
         for place in self.f:
             is_cut = cuts and not place.is_whole
-            item = self.precision.rest if self._by_torch else self.precision.products
-            payloads = place.payloads(filled if is_cut else tokens, item)
-            in_backward = payloads * place.has_gradient
+            payload = (filled if is_cut else tokens) * place.features * (rest if self._by_torch else products)
+            in_backward = [payload] * place.has_gradient
             if is_cut:
-                gathered += payloads * (2 if enclosing(place.module, self._recomputed.blocks) else 1)
+                gathered += [payload] * (2 if enclosing(place.module, self._recomputed.blocks) else 1)
                 scattered += in_backward
             else:
                 reduced += in_backward
         for place in self.g:
-            payloads = place.payloads(filled if cuts else tokens, self.precision.products)
-            in_forward = payloads * (2 if self._recomputed.runs_again(place, self.g) else 1)
+            payload = (filled if cuts else tokens) * place.features * products
+            in_forward = [payload] * (2 if self._recomputed.runs_again(place, self.g) else 1)
             if cuts:
                 scattered += in_forward
-                gathered += payloads
+                gathered.append(payload)
             else:
                 reduced += in_forward
-        rest = self.precision.rest
         reduced += [tokens * place.features * rest for place in self.sums]
         gathered += [filled * place.features * rest for place in self.turns if cuts]
         losses = [tokens * cross_entropy.NUMBERS * 4] * len(self.losses)

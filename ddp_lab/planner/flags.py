@@ -21,7 +21,7 @@ NEEDED_SIZES = SIZES[:3]
 OF_STEPS = ("micro_batch_sizes", "precision", "repeats")
 """Flags of `record` that are for a model."""
 AS_THE_RUNNERS = (
-    *("sequence_parallel", "async_tensor_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
+    *("sequence_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
     *("context_parallel", "router_scores", "router_bias"),
     *("global_batch_size", "grad_accum_steps", "precision"),
     *("param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload"),

@@ -29,7 +29,7 @@ from ddp_lab.runtime.settings.batch import BatchSettings
 from ddp_lab.strategy.options import AUTO
 
 WITH_DIMENSION = {
-    TENSOR: ("sequence_parallel", "async_tensor_parallel"),
+    TENSOR: ("sequence_parallel",),
     PIPELINE: ("pipeline_schedule", "stages_per_rank", "pipeline_split"),
     EXPERT: ("router_scores", "router_bias"),
 }

@@ -19,10 +19,9 @@ from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, PYTORCH, SOF
 from ddp_lab.runtime.settings.profiling import ProfilingSettings
 from ddp_lab.runtime.settings.training import TrainingSettings
 from ddp_lab.strategy.options import FP16, StrategyOptions
-from ddp_lab.strategy.recompute.setting import BY_POLICY
 from ddp_lab.strategy.recompute.setting import NONE as NO_BLOCKS
 
-SEQUENCE_PARALLEL, ASYNC = "-sp", "-async"
+SEQUENCE_PARALLEL = "-sp"
 """Behind a mesh in the label of a run."""
 
 NOT_WITH_EXPERTS = (
@@ -41,16 +40,6 @@ RULES: Rules = (
     ),
     (lambda c: c.nodes is None or c.outer_link is not None, "--nodes {0.nodes}: must be with --outer-link RATE"),
     (lambda c: c.cuts_layers or not c.sequence_parallel, "--sequence-parallel: must be with --mesh and tp above 1"),
-    (
-        lambda c: c.sequence_parallel or c.async_tensor_parallel is None,
-        "--async-tensor-parallel {0.async_tensor_parallel}: must be with --sequence-parallel, whose gathers "
-        "and scatters it overlaps",
-    ),
-    (
-        lambda c: not c.async_tensor_parallel or c.strategy.activation_checkpointing not in BY_POLICY,
-        "--async-tensor-parallel with --activation-checkpointing {0.strategy.activation_checkpointing}: must be one or "
-        "the other, since products in pieces are not kept",
-    ),
     (
         lambda c: c.plan is None or ((c.cuts_layers or c.has_stages) and not c.pipeline_split),
         "--plan {0.plan}: must be with --mesh and tp or pp above 1, and without --pipeline-split",
@@ -193,7 +182,7 @@ class RunConfig(
         if mesh and self.context_parallel != ZIGZAG:
             mesh += f"-{self.context_parallel}"
         if mesh and self.sequence_parallel:
-            mesh += SEQUENCE_PARALLEL + (f"{ASYNC}{self.async_tensor_parallel}" if self.async_tensor_parallel else "")
+            mesh += SEQUENCE_PARALLEL
         return labelled(self.choice, mesh, self.backend if self.backend == LEGACY_NCCL else None)
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_lab.runtime.config import ASYNC, SEQUENCE_PARALLEL, labelled
+from ddp_lab.runtime.config import SEQUENCE_PARALLEL, labelled
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
@@ -27,7 +27,7 @@ def mesh_labels(ranks: int) -> list[str]:
     by_mesh: list[tuple[dict[str, int], list[str]]] = []
     if ranks <= MOST_TENSOR:
         by_torch = ["pytorch_tp"] if ranks % 2 == 0 else []  # DTensor cuts heads evenly alone
-        by_mesh.append(({TENSOR: ranks}, ["tp", "tp-sp", "tp-sp-async2", *by_torch]))
+        by_mesh.append(({TENSOR: ranks}, ["tp", "tp-sp", *by_torch]))
     if ranks >= 4 and ranks % 2 == 0:
         inner = MOST_TENSOR if ranks % MOST_TENSOR == 0 and ranks > MOST_TENSOR else 2
         both = ["tp", "zero1", "zero1-sp", "zero3", "zero3-sp", "pytorch_fsdp_tp"]
@@ -39,25 +39,24 @@ def mesh_labels(ranks: int) -> list[str]:
 
 
 def label(mesh: Mesh, run: str) -> str:
-    """`run`: a choice, perhaps with `SEQUENCE_PARALLEL` and `ASYNC` behind it."""
+    """`run`: a choice, perhaps with `SEQUENCE_PARALLEL` behind it."""
     choice = run.partition(SEQUENCE_PARALLEL)[0]
     return labelled(choice, mesh.label + run.removeprefix(choice))
 
 
 def mesh_flags(setting: str) -> list[str]:
     """The flags of a label's mesh: `dp2-tp2-sp` -> `--mesh dp=2,tp=2 --sequence-parallel`."""
-    pieces, schedule, way = setting.partition(ASYNC)[2], SCHEDULE.search(setting), ATTENTION.search(setting)
+    schedule, way = SCHEDULE.search(setting), ATTENTION.search(setting)
     return [
         *("--mesh", str(Mesh.of_label(setting))),
         *(["--pipeline-schedule", schedule[1], "--stages-per-rank", schedule[2] or "1"] if schedule else []),
         *(["--context-parallel", way[1]] if way else []),
         *["--sequence-parallel"] * (SEQUENCE_PARALLEL in setting),
-        *(["--async-tensor-parallel", pieces] if pieces else []),
     ]
 
 
 def mesh_setting(label: str) -> str:
-    """The mesh in a label, perhaps with `SEQUENCE_PARALLEL` and `ASYNC` behind it; empty if there is none."""
+    """The mesh in a label, perhaps with `SEQUENCE_PARALLEL` behind it; empty if there is none."""
     return next((setting for setting in label.split("@")[1:] if setting != LEGACY_NCCL), "")
 
 

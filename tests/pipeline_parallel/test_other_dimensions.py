@@ -22,13 +22,13 @@ from tests.traffic import announced, counted_step
 
 MESHES = ("pp=2,tp=2", "dp=2,pp=2,tp=2", "replicate=2,shard=2,pp=2")
 WHOLE, CUT = {"sequence_parallel": False}, {"sequence_parallel": True}
-IN_PIECES, AGAIN = {**CUT, "async_tensor_parallel": 2}, {**CUT, "activation_checkpointing": "block"}
+AGAIN = {**CUT, "activation_checkpointing": "block"}
 
 
 @each_row(
     "mesh, choice, model, schedule, options",
     [
-        ("dp=2,pp=2,tp=2", "zero1", "lm, llama", "zb-h1", IN_PIECES),
+        ("dp=2,pp=2,tp=2", "zero1", "lm, llama", "zb-h1", CUT),
         ("dp=2,pp=2,tp=2", "zero2", "lm, gpt2", "1f1b", AGAIN),
         ("dp=2,pp=2,tp=2", "tp", "lm, gqa", "gpipe", WHOLE),
         ("replicate=2,shard=2,pp=2", "zero3", "lm, long, gpt2", "interleaved", {}),
@@ -49,7 +49,7 @@ def test_eight_ranks(
 def test_all_of_them(ranks: RankPool, mesh: str, choice: str) -> None:
     """Eight layers with shared keys and values are rounded by tp alone as much as is allowed, so these are two."""
     model = ("lm, long", "lm, gqa", "lm, long, gpt2")[(MESHES.index(mesh) + HAND_WRITTEN.index(choice)) % 3]
-    ways = (WHOLE, CUT, IN_PIECES, AGAIN) if "tp" in mesh else ({},)
+    ways = (WHOLE, CUT, AGAIN) if "tp" in mesh else ({},)
     for schedule, way in product(SCHEDULES, ways):
         cannot = (schedule, way) == ("zb-h1", AGAIN) or (schedule, model) == ("interleaved", "lm, gqa")
         if not cannot and not ("replicate" in mesh and choice in ("tp", "simple_ddp")):

@@ -56,16 +56,6 @@ def test_a_mesh_must_fit_the_ranks() -> None:
     "settings, wanted",
     [
         ({"sequence_parallel": True}, "--sequence-parallel: must be with --mesh and tp above 1"),
-        ({"mesh": "tp=2", "async_tensor_parallel": 2}, "--async-tensor-parallel 2: must be with --sequence-parallel"),
-        (
-            {
-                "mesh": "tp=2",
-                "sequence_parallel": True,
-                "async_tensor_parallel": 2,
-                "activation_checkpointing": "selective",
-            },
-            "--async-tensor-parallel with --activation-checkpointing selective: must be one or the other",
-        ),
         ({"plan": "plan.toml", "mesh": "dp=2"}, "--plan plan.toml: must be with --mesh and tp or pp above 1"),
         ({"mesh": "tp=2", "compile": True}, "--compile: must be without tp"),
         ({"mesh": "tp=2", "loss_chunks": 2}, "--loss-chunks 2: must be without tp"),

@@ -252,7 +252,6 @@ def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> Non
 ON_FOUR = [
     "tp@tp4",
     "tp@tp4-sp",
-    "tp@tp4-sp-async2",
     "pytorch_tp@tp4",
     "tp@dp2-tp2",
     "zero1@dp2-tp2",

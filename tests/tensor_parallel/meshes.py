@@ -43,7 +43,6 @@ def strategy_on_mesh(
     sequence_parallel: bool = False,
     optimizer: str = "sgd",
     seed: int | None = None,
-    async_tensor_parallel: int = 1,
     **options: Any,
 ) -> Iterator[Strategy]:
     """Within this context the groups of the mesh exist. Every rank starts from other weights; rank 0's win."""
@@ -60,9 +59,7 @@ def strategy_on_mesh(
             plan = PLANS.get(model) or plan_of(module, groups.mesh.model_size)
             precision = Precision.of(settings.precision, settings.param_dtype)
             recomputed = settings.activation_checkpointing
-            parts = parallelize(
-                module, plan, groups, CPU, sequence_parallel, precision, recomputed, async_tensor_parallel
-            )
+            parts = parallelize(module, plan, groups, CPU, sequence_parallel, precision, recomputed)
         settings = replace(settings, model_parallel=parts, shard_groups=groups.shard_groups)
         yield tensor_parallel.load(choice)(module, OPTIMIZERS[optimizer], settings, groups.data)
 

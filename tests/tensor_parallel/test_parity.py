@@ -96,21 +96,6 @@ def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
         check_on_mesh(ranks, "tp=2", choice, model, [even("tp=2")] * 2, "sgd", sequence_parallel, options=options)
 
 
-@pytest.mark.parametrize(
-    "mesh, choice, model, pieces", [("tp=2", "zero3", "lm, gpt2", 3), ("tp=4", "tp", "lm, gqa", 2)]
-)
-def test_products_in_pieces(ranks: RankPool, mesh: str, choice: str, model: str, pieces: int) -> None:
-    """Asynchronous tensor parallelism. 21 tokens are no multiple of pieces times ranks."""
-    options = {"async_tensor_parallel": pieces}
-    check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 2, sequence_parallel=True, clip=0.5, options=options)
-
-
-@pytest.mark.parametrize("setting", by_default(["block", "torch:block"], "block"))
-def test_pieces_computed_again(ranks: RankPool, setting: str) -> None:
-    options = {"activation_checkpointing": setting, "async_tensor_parallel": 2}
-    check_on_mesh(ranks, "tp=2", "zero3", "lm, llama", [even("tp=2")] * 2, sequence_parallel=True, options=options)
-
-
 @each_row("mesh, choice", [("tp=4", "tp"), ("dp=2,tp=2", "zero2"), ("shard=2,tp=2", "zero3")])
 def test_sequence_parallel_recomputed_in_bf16(ranks: RankPool, mesh: str, choice: str) -> None:
     """As near as bf16 allows: ranks round partial sums before they add them up, each by up to 2**-8 of its size."""

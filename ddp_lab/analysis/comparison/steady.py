@@ -67,8 +67,7 @@ def compute_ms(steps: pd.DataFrame) -> pd.Series:
 
 def work_of(record: Run) -> str | None:
     """Equal of choices that do equal compute; None if a choice can be compared with itself alone."""
-    pipeline, tensor = ("pipeline_schedule", "stages_per_rank"), ("sequence_parallel", "async_tensor_parallel")
-    layout = ("mesh", *pipeline, "context_parallel", *tensor)
+    layout = ("mesh", "pipeline_schedule", "stages_per_rank", "context_parallel", "sequence_parallel")
     return None if record["shards"] else str([record["config"].get(name) for name in layout])
 
 

@@ -15,10 +15,7 @@ from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.runtime.settings.mesh import ULYSSES
 from ddp_lab.strategy.recompute.setting import NONE
 
-NAMED = (
-    *("mesh", "async_tensor_parallel"),
-    *("param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload"),
-)
+NAMED = ("mesh", "param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload")
 """Settings that the headline names where they are given."""
 
 

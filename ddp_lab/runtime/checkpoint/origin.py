@@ -75,7 +75,6 @@ MAY_DIFFER = (
     "tf32",
     "mesh",
     "sequence_parallel",
-    "async_tensor_parallel",
     "pipeline_schedule",
     "stages_per_rank",
     "pipeline_split",

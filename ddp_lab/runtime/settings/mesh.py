@@ -35,12 +35,6 @@ class MeshSettings:
     sequence_parallel: bool = _mesh(
         False, "with tp, each rank also keeps only its part of the tokens between attention and MLP"
     )
-    async_tensor_parallel: int | None = _mesh(
-        None,
-        "with --sequence-parallel, cut products into so many pieces, and overlap each with the gather or scatter of "
-        "another (docs/how-it-works/tensor_parallel.md; default: no overlap)",
-        at_least=2,
-    )
     pipeline_schedule: str = _mesh(
         ONE_F_ONE_B,
         "with pp, in which order each rank runs forward and backward of micro-batches, which are --grad-accum-steps "

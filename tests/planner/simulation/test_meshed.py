@@ -36,7 +36,6 @@ CASES = [
     ("dp=2,tp=2", "zero3", "llama", 2, True, {}),
     ("tp=4", "zero1", "lm, gqa", 1, True, {"activation_checkpointing": "block"}),
     ("dp=2,tp=2", "zero2", "lm, llama", 1, False, {"activation_checkpointing": "selective"}),
-    ("dp=2,tp=2", "zero3", "lm, llama", 2, True, {"async_tensor_parallel": 2}),
     ("replicate=2,shard=2", "zero2", "plain", 2, False, {}),
     ("replicate=2,shard=2", "zero3", "llama", 1, False, {}),
     ("replicate=2,shard=2", "pytorch_zero3", "llama", 1, False, {}),
