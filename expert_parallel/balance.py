@@ -65,12 +65,11 @@ class Balance:
         self._total, self._ahead = self._summed(torch.stack(self._ahead).sum(0)), None
 
     def load(self) -> Tensor:
-        """Of the step that has just run: for each layer, how many tokens of the global batch chose each expert, and how
-        many choices were dropped, (layers, experts + 1). Moves biases by it. Collective, unless the term has asked for
-        it before."""
+        """Of the step that has just run: for each layer, how many tokens of the global batch chose each expert,
+        (layers, experts). Moves biases by it. Collective, unless the term has asked for it before."""
         total = self._latest if self.has_term else self._summed(self._own)  # type: ignore[arg-type]
         load = total[:-1].view(self._layers, -1)
-        for bias, of_layer in zip(self.biases, load[:, :-1], strict=False):
+        for bias, of_layer in zip(self.biases, load, strict=False):
             bias.add_((of_layer.mean() - of_layer).sign(), alpha=self._bias_rate)
         return load
 
@@ -83,21 +82,18 @@ class Balance:
 
     def begin(self, _: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         """Hook in front of the model. Padding does not count."""
-        given = [*args, *(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)]
         mask = inputs.get("attention_mask")
         padding = mask.reshape(-1).float() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        self.round = Round(given[0].shape[:2], padding)
+        self.round = Round(padding)
 
-    def watched(self, layer: int, scores: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
-        """`scores`, (tokens, experts), which get the term's gradient in backward. `chosen`, and of these `kept`:
-        (tokens, k)."""
+    def watched(self, layer: int, scores: Tensor, chosen: Tensor) -> Tensor:
+        """`scores`, (tokens, experts), which get the term's gradient in backward. `chosen`: (tokens, k)."""
         this = self.round
         if torch._C._current_graph_task_id() == -1:  # else an activation checkpoint computes the layer again
             counted = torch.ones_like(scores[:, :1]) if this.mask is None else this.mask.unsqueeze(1)
             places = counted.expand(chosen.shape)
             load = scores.new_zeros(scores.shape[1]).scatter_add_(0, chosen.flatten(), places.flatten())
-            dropped = load.new_zeros(1) if kept is None else (places * ~kept).sum().view(1)
-            this.load[layer] = torch.cat([load, dropped]).double()
+            this.load[layer] = load.double()
             this.scores = this.scores + (scores.detach() * counted).sum(0)
             this.rows = this.rows + counted.sum()
         return Scored.apply(scores, this) if self._coefficient else scores
@@ -117,7 +113,7 @@ class Balance:
         if not self.has_term:
             return
         total = self._latest = self._summed(own) if self._total is None else self._total
-        shares = (total[:-1].view(self._layers, -1)[:, :-1].sum(0) / total[-1]).float()
+        shares = (total[:-1].view(self._layers, -1).sum(0) / total[-1]).float()
         slope = self._coefficient * len(shares) * shares / this.rows
         with torch.enable_grad():
             output.loss = WithTerm.apply(output.loss, (slope * this.scores).sum(), slope, this)

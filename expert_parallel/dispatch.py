@@ -57,7 +57,7 @@ def through_experts(
 
     Args:
         hidden: (tokens, features).
-        chosen: For each token the numbers of its experts, (tokens, k); `experts`: none.
+        chosen: For each token the numbers of its experts, (tokens, k).
         weights: Of their outputs, (tokens, k).
         experts: Of all ranks. Rank r holds the r-th part of them, in order.
 
@@ -65,13 +65,12 @@ def through_experts(
         The weighted sums, (tokens, features); bytes of the rows that this rank has sent and got back.
     """
     places = chosen.flatten()
-    counts = hidden.new_zeros(experts + 1, dtype=torch.int64)
-    counts = counts.scatter_add_(0, places, torch.ones_like(places))[:-1]
+    counts = hidden.new_zeros(experts, dtype=torch.int64).scatter_add_(0, places, torch.ones_like(places))
     both = exchange_counts(counts, group)
     going, coming = on_host(both, len(places))
     sent, received = ([sum(of_rank) for of_rank in each] for each in (going, coming))
     lengths, arriving = [sum(of_one) for of_one in zip(*coming, strict=True)], both[1]
-    order = places.argsort(stable=True)[: sum(sent)]
+    order = places.argsort(stable=True)
     leaving = as_factor(hidden[order // chosen.shape[1]])
     arrived = Exchange.apply(leaving, sent, received, group)
     size, own = arriving.shape
@@ -79,7 +78,7 @@ def through_experts(
     by_expert = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
     made = compute(arrived[by_expert], lengths, arriving.sum(0))[by_expert.argsort()]
     back = Exchange.apply(made, received, sent, group)
-    rows = back.new_zeros(len(places), hidden.shape[1]).index_copy(0, order, back)
+    rows = torch.empty_like(back).index_copy(0, order, back)
     summed = (rows.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
     return summed.to(hidden.dtype), sum(sent) * hidden.shape[1] * (leaving.itemsize + back.itemsize)
 
@@ -98,5 +97,5 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def on_host(both: Tensor, rows: int) -> list[list[list[int]]]:
     """What `exchange_counts` answers, for the host: the one wait for the device. The planner, where nobody counts, puts
-    in its place what follows from `rows`, that this rank sends if no token is dropped."""
+    in its place what follows from `rows`, that this rank sends."""
     return both.tolist()

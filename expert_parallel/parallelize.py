@@ -21,7 +21,7 @@ from expert_parallel.balance import Balance
 from expert_parallel.dispatch import Compute, through_experts
 from expert_parallel.experts import Experts
 from expert_parallel.over_tensor import plan_around, within_each
-from expert_parallel.router import Router, Way
+from expert_parallel.router import Router
 from tensor_parallel.cuts import CutParameters
 from tensor_parallel.parallelize import parallelize as cut_layers
 from tensor_parallel.plan import enclosing, read_plan
@@ -46,8 +46,8 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     mixtures = shared_mixtures(module, size)
     if (settings := getattr(module, "config", None)) is None:
         raise UnsupportedError(f"--mesh with ep: {type(module).__name__} has no config of transformers; give it one")
-    way = Way(config.router_scores == SIGMOID, config.router_bias is not None, config.capacity_factor)
-    coefficient = settings.router_aux_loss_coef if settings.output_router_logits and not way.has_bias else 0.0
+    sigmoid, has_bias = config.router_scores == SIGMOID, config.router_bias is not None
+    coefficient = settings.router_aux_loss_coef if settings.output_router_logits and not has_bias else 0.0
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
     settings.output_router_logits = False  # its own term is that of one rank
     balance = Balance(coefficient, config.router_bias or 0.0, groups.data)
@@ -72,7 +72,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
         given = experts.gate_up_proj, experts.down_proj, experts.act_fn
         mixture.experts = Experts(*given, size, traffic.through, group)
         normalizes = getattr(gate, "norm_topk_prob", True)
-        mixture.gate = Router(gate.weight, gate.top_k, normalizes, layer, balance, way)
+        mixture.gate = Router(gate.weight, gate.top_k, normalizes, layer, balance, sigmoid, has_bias)
     module.register_forward_pre_hook(balance.begin, prepend=True, with_kwargs=True)
     module.register_forward_hook(balance.end)
     cuts, of_experts = {**parts.cuts, **parameters.cuts}, frozenset(parameters.cuts)
@@ -135,7 +135,7 @@ class Traffic:
             Collective("all_to_all", 2 * (forward + backward), rows, size, "activations", EXPERT, varies=True),
         ]
         if self._balance is not None:
-            load = 8 * (layers * (self._experts + 1) + 1)
+            load = 8 * (layers * self._experts + 1)
             over = EXPERT if 1 < size == self._everyone else DATA  # all that see different samples
             sent.append(Collective("all_reduce", 1, load, self._everyone, "bookkeeping", over))
         if self._over_tensor is not None:

@@ -15,16 +15,15 @@ class Round:
     """One forward pass of the model, and the backward pass behind it.
 
     Attributes:
-        shape: Sequences, and tokens in each.
         mask: (tokens of all,), of those that count; None: all do.
-        load: For each layer, how many tokens chose each expert, and how many choices were dropped, (experts + 1,).
+        load: For each layer, how many tokens chose each expert, (experts,).
         scores: The sum over layers and tokens of what each expert scored, (experts,).
         rows: Tokens of all layers together.
         gradient: Of the term with respect to each token's scores, (experts,), as soon as backward begins.
     """
 
-    def __init__(self, shape: tuple[int, ...], mask: Tensor | None) -> None:
-        self.shape, self.mask = shape, mask
+    def __init__(self, mask: Tensor | None) -> None:
+        self.mask = mask
         self.load: dict[int, Tensor] = {}
         self.scores: Tensor | float = 0.0
         self.rows: Tensor | float = 0.0

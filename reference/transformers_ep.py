@@ -45,9 +45,9 @@ def parallelize_by_transformers(
         UnsupportedError: it cannot be cut so.
     """
     mixtures = shared_mixtures(module, groups.mesh.degree(EXPERT))
-    if config.router_bias is not None or config.capacity_factor or config.router_scores == SIGMOID:
+    if config.router_bias is not None or config.router_scores == SIGMOID:
         raise UnsupportedError(
-            "--router-bias, --router-scores and --capacity-factor: transformers_ep routes as the model does; take zero3"
+            "--router-bias and --router-scores: transformers_ep routes as the model does; take zero3"
         )
     recomputed = Recomputed.of(module, config.strategy.activation_checkpointing)
     traffic = Traffic(mixtures, groups, None, recomputed)

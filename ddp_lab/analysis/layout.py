@@ -158,7 +158,7 @@ RUN_RECORD = layout(
         Line | None: or_none("host scheduling gpu_sharing"),
         Several | None: or_none("threads"),
         dict[str, Line]: {"versions": {}},
-        list[list[list[Count]] | None] | None: or_none("step_expert_load"),
+        list[list[list[Count]] | None] | None: or_none("step_expert_tokens"),
         list[Line]: {"shards": []},
         list[str]: {"notes": [], "verdict": []},
     },

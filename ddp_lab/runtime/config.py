@@ -88,8 +88,8 @@ RULES: Rules = (
         "--compile, --lora-rank and --overlap-optimizer: must be without pp",
     ),
     (
-        lambda c: c.has_experts or (c.router_scores, c.router_bias, c.capacity_factor) == (SOFTMAX, None, None),
-        "--router-scores, --router-bias and --capacity-factor: must be with --mesh and ep",
+        lambda c: c.has_experts or (c.router_scores, c.router_bias) == (SOFTMAX, None),
+        "--router-scores and --router-bias: must be with --mesh and ep",
     ),
     (
         lambda c: not c.has_experts or Mesh.parse(str(c.mesh)).degrees.keys() <= {DATA, EXPERT, TENSOR},

@@ -60,8 +60,7 @@ class TrainingResult:
         lr: Learning rate of the first parameter group.
         grad_norm: 2-norm of the gradient over the whole model, before clipping; None if the step was skipped.
         loss_scale: Of fp16, else None.
-        expert_load: For each layer, how many tokens chose each expert, and last how many choices were dropped; None
-            without experts over ranks.
+        expert_load: For each layer, how many tokens chose each expert; None without experts over ranks.
         skipped: Whether the step changed nothing, because it overflowed in fp16.
     """
 

@@ -125,8 +125,7 @@ class Balance(Protocol):
         """Within this context forward passes only count."""
 
     def load(self) -> Tensor:
-        """Of the step that has just run, how many tokens chose each expert, and how many choices were dropped, (layers,
-        experts + 1). Collective."""
+        """Of the step that has just run, how many tokens chose each expert, (layers, experts). Collective."""
 
     def end_step(self) -> None:
         """Runs when a step is through, or abandoned."""

@@ -23,7 +23,7 @@ def load_by_step(flags: list[str], folder: Path) -> list[list[int]]:
     command = [*start, *TRAIN.split(), *flags, "--output-dir", str(folder)]
     subprocess.run(command, cwd=HERE.parents[1], check=True)
     (record,) = folder.rglob("*.run.json")
-    return [first[:-1] for first, *_ in json.loads(record.read_text())["step_expert_load"]]
+    return [first for first, *_ in json.loads(record.read_text())["step_expert_tokens"]]
 
 
 if __name__ == "__main__":

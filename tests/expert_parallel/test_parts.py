@@ -1,6 +1,5 @@
 """What a mixture is made of, each part against its definition."""
 
-import math
 from unittest import mock
 
 import pytest
@@ -12,24 +11,7 @@ from ddp_lab.analysis.report.pages.experts import experts_section, relative
 from expert_parallel import experts as of_experts
 from expert_parallel.balance import Balance
 from expert_parallel.experts import grouped, products
-from expert_parallel.router import Router, Way, taken
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
-def test_an_expert_takes_the_first_tokens_of_each_sequence(padded: bool, factor: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.rand(3, 10, 4, generator=generator).index_add_(2, torch.tensor([1]), torch.full((3, 10, 1), 0.4))
-    chosen = scores.topk(2).indices
-    mask = torch.arange(10).expand(3, 10).lt(torch.tensor([[10], [7], [4]])) if padded else torch.ones(3, 10).bool()
-    found = taken(chosen.view(-1, 2), 4, (3, 10), mask.view(-1).float() if padded else None, factor).view(3, 10, 2)
-    for sequence, of_tokens in enumerate(chosen.tolist()):
-        room = [math.ceil(factor * 2 * int(mask[sequence].sum()) / 4)] * 4
-        for token, experts in enumerate(of_tokens):
-            for place, expert in enumerate(experts if mask[sequence, token] else ()):
-                room[expert] -= 1
-                assert found[sequence, token, place] == (room[expert] >= 0)
-    assert factor == 2.0 or not found.all()
+from expert_parallel.router import Router
 
 
 def test_the_grouped_kernel_computes_as_the_loop() -> None:
@@ -63,12 +45,12 @@ def test_the_kernel_takes_rows_of_a_multiple_of_16_bytes(
 
 
 def test_the_report_shows_who_gets_how_many_tokens() -> None:
-    """Two layers of three experts; 4 of the 48 choices were dropped. A step before the run resumed is not known."""
-    load = [[[6, 3, 3, 0], [4, 4, 4, 2]], [[3, 3, 6, 0], [12, 0, 0, 2]]]
-    assert experts_section(None) == experts_section({"step_expert_load": None}) == []
+    """Two layers of three experts. A step before the run resumed is not known."""
+    load = [[[6, 3, 3], [4, 4, 4]], [[3, 3, 6], [12, 0, 0]]]
+    assert experts_section(None) == experts_section({"step_expert_tokens": None}) == []
     assert relative(load[0]).tolist() == [1.5, 0.75, 0.75, 1.0, 1.0, 1.0]
-    (section,) = experts_section({"step_expert_load": [None, *load]})
-    assert "1.25 of it in step 1 and 2.25 in step 2; at most 3.00" in section.text and "8.3 %" in section.text
+    (section,) = experts_section({"step_expert_tokens": [None, *load]})
+    assert "1.25 of it in step 1 and 2.25 in step 2; at most 3.00" in section.text
     assert section.figure is not None and "layer 1, expert 2" in section.figure
 
 
@@ -77,7 +59,7 @@ def test_a_bias_decides_over_the_choice_and_not_over_the_weight(sigmoid: bool) -
     weight = nn.Parameter(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
     hidden = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     balance = Balance(0.0, 0.1, dist.group.WORLD)
-    router = Router(weight, 2, False, 0, balance, Way(sigmoid, has_bias=True))
+    router = Router(weight, 2, False, 0, balance, sigmoid, has_bias=True)
     router.bias[3] = 10.0
     balance.begin(router, (torch.zeros(1, 6),), {})
     logits, weights, chosen = router(hidden)

@@ -99,7 +99,6 @@ SETTINGS = {
     "gradient compression": Setting(of_config("compress", "none"), EVERYTHING),
     "router scores": Setting(of_config("router_scores", "softmax"), (LOSS,)),
     "router bias": Setting(of_config("router_bias", "none"), (TIME, TRAFFIC, LOSS)),
-    "capacity of experts": Setting(of_config("capacity_factor", "none"), (TIME, TRAFFIC, LOSS)),
     "optimizer overlapped with communication": Setting(
         lambda record: "yes" if record["config"].get("overlap_optimizer") else "no", (TIME,)
     ),

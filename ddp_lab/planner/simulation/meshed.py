@@ -138,7 +138,7 @@ def on_mesh(
 
 @contextmanager
 def evenly_routed(is_cuda: bool, on_wait: Callable[[], object]) -> Iterator[None]:
-    """Within this context ranks send equally many rows to each expert, and none is dropped.
+    """Within this context ranks send equally many rows to each expert.
 
     Args:
         is_cuda: The device is a GPU, where one kernel multiplies the rows of all experts.

@@ -49,7 +49,6 @@ MUST_EQUAL = (
     "compress",
     "router_scores",
     "router_bias",
-    "capacity_factor",
     "depth",
     "width",
 )

@@ -176,7 +176,7 @@ class RunSoFar:
             "step_tokens": result.tokens if has_tokens else None,
             "step_lr": result.lr,
             "step_grad_norm": result.grad_norm,
-            "step_expert_load": result.expert_load if self.config.has_experts else None,
+            "step_expert_tokens": result.expert_load if self.config.has_experts else None,
             "step_loss_scale": result.loss_scale if strategy.scaler else None,
             "skipped_steps": [step for step, skipped in enumerate(result.skipped) if skipped],
             "samples_per_second": rate,

@@ -69,12 +69,6 @@ class MeshSettings:
         "loss (docs/how-it-works/expert_parallel.md; default: as the model has it)",
         above_zero=True,
     )
-    capacity_factor: float | None = _mesh(
-        None,
-        "with ep, an expert takes of each sequence at most so many times its even share of the tokens, and drops those "
-        "that come later (docs/how-it-works/expert_parallel.md; default: none is dropped)",
-        above_zero=True,
-    )
     plan: str | None = _mesh(
         None,
         "TOML file: with tp which module is cut how, for models that have no plan here; with pp which modules are in "

@@ -103,7 +103,7 @@ class Verdict:
 
     @property
     def expert_load(self) -> list[list[int]] | None:
-        """For each layer, how many tokens chose each expert, and last how many choices were dropped. The host reads."""
+        """For each layer, how many tokens chose each expert. The host reads."""
         return None if self.load is None else self.load.tensor().long().tolist()
 
     @property

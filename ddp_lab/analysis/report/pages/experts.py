@@ -13,20 +13,17 @@ MOST_LANES, MOST_STEPS = 128, 400
 
 def experts_section(record: dict[str, Any] | None) -> list[Section]:
     """None of a run that did not count."""
-    loads = (record or {}).get("step_expert_load") or []
+    loads = (record or {}).get("step_expert_tokens") or []
     steps = {step: load for step, load in enumerate(loads) if load}
     if not steps:
         return []
     by_step = pd.DataFrame({step: relative(load) for step, load in steps.items()})
     highest = by_step.groupby(level="layer").max()
     first, last, most = highest[min(steps)].mean(), highest[max(steps)].mean(), float(highest.to_numpy().max())
-    chosen = sum(sum(of_layer[:-1]) for load in steps.values() for of_layer in load)
-    dropped = sum(of_layer[-1] for load in steps.values() for of_layer in load)
     text = (
         "1.00 is an even share of a layer's tokens. The expert that gets most has, on average over layers, "
         f"{first:.2f} of it in step {min(steps)} and {last:.2f} in step {max(steps)}; at most {most:.2f}. "
-        f"{100 * dropped / max(chosen, 1):.1f} % of what routers chose was dropped. step_expert_load in the run record "
-        "has the counts."
+        "step_expert_tokens in the run record has the counts."
     )
     shown = by_step.iloc[:MOST_LANES, :: -(-by_step.shape[1] // MOST_STEPS)]
     if len(shown) < len(by_step):
@@ -37,9 +34,9 @@ def experts_section(record: dict[str, Any] | None) -> list[Section]:
 def relative(load: list[list[int]]) -> "pd.Series[float]":
     """What each expert got over its even share, by layer and expert. `load`: as of a step in the run record."""
     shares = {
-        (layer, expert): count * (len(of_layer) - 1) / max(sum(of_layer[:-1]), 1)
+        (layer, expert): count * len(of_layer) / max(sum(of_layer), 1)
         for layer, of_layer in enumerate(load)
-        for expert, count in enumerate(of_layer[:-1])
+        for expert, count in enumerate(of_layer)
     }
     return pd.Series(shares).rename_axis(["layer", "expert"])
 
