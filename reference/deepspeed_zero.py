@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,9 +23,8 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.accounting import Collective, ModelSize, expected_state_bytes
 from ddp_lab.strategy.capabilities import Supports
-from ddp_lab.strategy.elementwise import require_elementwise
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
 from ddp_lab.strategy.options import BF16_TRUE, FP16
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.recompute.setting import NONE
@@ -73,7 +71,7 @@ class DeepSpeedZero(Strategy):
         self.require_supported()
         self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will remove the elements
         self.sizes = {p: p.numel() for p in self.trainable.values()}
-        optimizer = require_elementwise(partial(super().build_optimizer, make_optimizer), self.trainable, self.device)
+        optimizer = require_elementwise(super().build_optimizer(make_optimizer), self.options.elementwise)
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         try:
             with redirect_stdout(io.StringIO()):  # it prints much, and some of it not through a logger

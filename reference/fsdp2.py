@@ -15,7 +15,6 @@ and the CPU updates them. A shard is copied to the device when its unit is gathe
 """
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,10 +30,9 @@ from ddp_lab.runtime.tensors import TensorsBeside
 from ddp_lab.strategy.accounting import Collective, ModelSize, storage_bytes
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.capabilities import Supports
-from ddp_lab.strategy.elementwise import require_elementwise
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.optimizers import MakeOptimizer, copy_attributes
+from ddp_lab.strategy.optimizers import MakeOptimizer, copy_attributes, require_elementwise
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.state import require_matching_state, shapes_of
@@ -108,8 +106,7 @@ class FSDP2(Strategy):
         self._order = UnitOrder(blocks, self.steps.agreement, self.group_rank)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        make = partial(super().build_optimizer, make_optimizer)
-        return require_elementwise(make, self.trainable, torch.device("cpu") if self.options.offload else self.device)
+        return require_elementwise(super().build_optimizer(make_optimizer), self.options.elementwise)
 
     def before_step(self) -> None:
         require_reducible(self.trainable)

@@ -50,15 +50,37 @@ def _ids(given: Any) -> Iterator[int]:
 # Optimizers over parts of parameters ---------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
-    """What an optimizer updates in place of a parameter: its elements from number `start` on.
+ELEMENTWISE = {
+    torch.optim.SGD, torch.optim.ASGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
+    torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop,
+}  # fmt: skip
+"""Those of torch that treat every element by itself, so that parameters may be cut anywhere."""
 
-    Attributes:
-        start: None: elements of no place in particular.
+
+def require_elementwise(optimizer: torch.optim.Optimizer, is_vouched_for: bool) -> torch.optim.Optimizer:
+    """Refuse an optimizer that may need whole parameters, as Muon, Adafactor and LAMB do.
+
+    Args:
+        is_vouched_for: The user says that it does not (`StrategyOptions.elementwise`).
+
+    Raises:
+        UnsupportedError: it is none of `ELEMENTWISE`, or its step is not that of its class alone.
     """
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
+    if is_vouched_for or (type(optimizer) in ELEMENTWISE and not hooks):
+        return optimizer
+    raise UnsupportedError(
+        f"{type(optimizer).__name__}{' with a hook' if hooks else ''} is not known to work on each element by itself, "
+        "and sharding cuts parameters into flat pieces: take SGD, AdamW or another elementwise optimizer of torch, or "
+        "a replicated strategy; if it does so, give StrategyOptions(elementwise=True)"
+    )
+
+
+class Part(NamedTuple):
+    """What an optimizer updates in place of a parameter: its elements from number `start` on."""
 
     tensor: nn.Parameter
-    start: int | None = 0
+    start: int = 0
 
 
 def hand_over(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Part]) -> torch.optim.Optimizer:
@@ -83,7 +105,9 @@ def hand_over(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Par
     for key, state in states:
         if not isinstance(key, nn.Parameter):
             optimizer.state[key] = state
-        elif key in parts:
+            continue
+        require_values(key, state)  # on all ranks alike, also where one has no part of the parameter
+        if key in parts:
             part = parts[key]
             optimizer.state[part.tensor] = {name: _own_state(name, value, key, part) for name, value in state.items()}
     for parameter, part in parts.items():
@@ -96,20 +120,24 @@ def copy_attributes(parameter: Tensor, other: Tensor) -> None:
     vars(other).update({**vars(parameter), **vars(other)})
 
 
+def require_values(parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UnsupportedError: a state has copied values from the parameter while it was sharded.
+    """
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.isnan().any():
+            raise UnsupportedError(
+                f"the optimizer copies values of parameters into its state {name} when it is built, where they are in "
+                "shards; copy them in its first step, or take zero2"
+            )
+
+
 def _own_state(name: str, value: Any, parameter: nn.Parameter, part: Part) -> Any:
     """What `part` has of a state that was made for the whole parameter."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
         return value
-    flat, numel = getattr(value, "to_local", lambda: value)().reshape(-1), part.tensor.numel()
-    if part.start is not None:
-        own = flat[part.start : part.start + numel]
-    else:  # a rank may hold none of a small parameter, and must not be the one that refuses
-        own = (flat if len(flat) else flat.new_zeros(1))[:1].expand(numel)
-    if own.isnan().any():
-        raise UnsupportedError(
-            f"the optimizer copies values of parameters into its state {name} when it is built, where they are in "
-            "shards; copy them in its first step, or take zero2"
-        )
+    own = value.reshape(-1)[part.start : part.start + part.tensor.numel()]
     dtype = part.tensor.dtype if value.dtype == parameter.dtype else value.dtype
     return own.to(part.tensor.device, dtype, copy=True).view(part.tensor.shape)
 

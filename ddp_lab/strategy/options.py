@@ -98,6 +98,8 @@ class StrategyOptions:
             `zero2` at most a tenth of the gradients.
         compile_backend: The backend of torch.compile that compiles the module's blocks (`strategy.compilation`).
             Default: inductor with `compile`, else none.
+        elementwise: The optimizer works on each element by itself, though it is none of those that are known to
+            (`strategy.optimizers`): a sharded choice may cut parameters for it.
         growth_interval: With fp16, after how many steps without overflow in a row the loss scale is doubled.
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
@@ -164,6 +166,7 @@ class StrategyOptions:
     )
     find_unused_parameters: bool = _communication(False, "let PyTorch DDP search for parameters that get no gradient")
 
+    elementwise: bool = False
     growth_interval: int = 2000
     compile_backend: str | None = None
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None

@@ -1,7 +1,6 @@
 """What the stages of ZeRO share: an optimizer over this rank's shard, clipping over shards, and whole state dicts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +15,11 @@ from ddp_lab.strategy.communication.collectives import (
     expected_all_gathers,
     expected_reduce_scatters,
 )
-from ddp_lab.strategy.elementwise import require_elementwise
 from ddp_lab.strategy.gradient_watch import given_gradient
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.module_hooks import keep_from_being_read
 from ddp_lab.strategy.norms import clip_parts
-from ddp_lab.strategy.optimizers import MakeOptimizer, hand_over, require_given_up
+from ddp_lab.strategy.optimizers import MakeOptimizer, hand_over, require_elementwise, require_given_up
 from ddp_lab.strategy.optimizers import Part as OptimizerPart
 from ddp_lab.strategy.precision import cast_inputs
 from ddp_lab.strategy.ranges import Piece
@@ -77,10 +75,7 @@ class ShardedStrategy(Strategy):
             keep_from_being_read(self.module)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        make = partial(super().build_optimizer, make_optimizer)
-        optimizer = require_elementwise(
-            make, self.trainable, torch.device("cpu") if self.placement.offload else self.device
-        )
+        optimizer = require_elementwise(super().build_optimizer(make_optimizer), self.options.elementwise)
         parts = {
             parameter: OptimizerPart(piece, start)
             for flat in (bucket.flat for bucket in self.buckets)

@@ -1,6 +1,5 @@
 """Which optimizers may update parts of parameters, and what `make_optimizer` sees where parameters are cut."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,102 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.elementwise import require_elementwise
-from ddp_lab.strategy.optimizers import Part, hand_over, require_given_up
+from ddp_lab.strategy.optimizers import ELEMENTWISE, Part, hand_over, require_elementwise, require_given_up
+from ddp_lab.strategy.options import StrategyOptions
+from tests.models import build, make_batch
+from tests.parity import load, one_step
+from tests.ranks import RankPool
 from tests.tables import each_row
 
-Update = Callable[[nn.Parameter, Tensor, dict[str, Any]], Tensor]
-
-
-class Own(torch.optim.Optimizer):
-    """A user's own: moves each parameter by what `update` makes of it, its gradient and its state."""
-
-    def __init__(self, params: Any, update: Update, lr: float, plain: Any = None) -> None:
-        super().__init__(params, {"lr": lr, "update": update})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * group["update"](p, p.grad, self.state[p]))
-
-
-def plain(p: nn.Parameter, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return g
-
-
-def lion_in_fp32(p: nn.Parameter, g: Tensor, state: dict[str, Any]) -> Tensor:
-    m = state.setdefault("m", torch.zeros_like(p, dtype=torch.float32))
-    move = (0.9 * m + 0.1 * g.float()).sign() + 0.1 * p.float()
-    m.mul_(0.99).add_(g, alpha=0.01)
-    return move
-
-
-def lars(p: nn.Parameter, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return g * p.norm() / g.norm()
-
-
-def lamb(p: nn.Parameter, g: Tensor, state: dict[str, Any]) -> Tensor:
-    state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
-    return state["m"] * p.norm().clamp(0.01, 10) / state["m"].norm().clamp(min=1e-6)
-
-
-def clipped(p: nn.Parameter, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return g / g.norm().clamp(min=1.0)
-
-
-def decayed_by_norm(p: nn.Parameter, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return g + 1e-6 * p.norm() * p
-
-
-def centered(p: nn.Parameter, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return g - g.mean(-1, keepdim=True) if g.ndim > 1 else g
-
-
-def later(p: nn.Parameter, g: Tensor, state: dict[str, Any]) -> Tensor:
-    state["step"] = state.get("step", 0) + 1
-    return g / g.norm() if state["step"] == 5 else g
-
-
-def by_attribute(p: nn.Parameter, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return g * getattr(p, "scale", 1.0) if not getattr(p, "by_norm", False) else g / g.norm()
-
-
-class ClipsAll(Own):
-    """By the norm of all gradients that it holds."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
-        super().step()
-
-
-def own(update: Update, kind: type[Own] = Own) -> Any:
-    return lambda ps, lr: kind(ps, update, lr)
-
-
-def only_last(update: Update) -> Any:
-    """In a group of its own, of the last parameter."""
-    return lambda ps, lr: Own([{"params": ps[:-1]}, {"params": ps[-1:], "update": update}], plain, lr)
-
-
-ELEMENTWISE: dict[str, Any] = {
-    "SGD": partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "Adam": partial(torch.optim.Adam, amsgrad=True),
+MAKERS: dict[str, Any] = {
+    **{kind.__name__: kind for kind in ELEMENTWISE},
+    "SGD with momentum": partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "amsgrad": partial(torch.optim.Adam, amsgrad=True),
     "fused AdamW": partial(torch.optim.AdamW, fused=True),
     "AdamW with a tensor": lambda ps, lr: torch.optim.AdamW(ps, lr=torch.tensor(lr), foreach=False),
-    **{name: getattr(torch.optim, name) for name in ("RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "Adadelta")},
-    "Lion": own(lion_in_fp32),
-    "a rate in an attribute": own(by_attribute),
-}
-OTHERS: dict[str, Any] = {
-    "Adafactor": torch.optim.Adafactor,
-    "Muon": lambda ps, lr: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=lr),
-    "LBFGS": torch.optim.LBFGS,
-    **{update.__name__: own(update) for update in (lars, lamb, clipped, decayed_by_norm, centered, later)},
-    "clips all": own(plain, ClipsAll),
-    "in one group": only_last(clipped),
-    "by an attribute of one": lambda ps, lr: (setattr(ps[0], "by_norm", True), Own(ps, by_attribute, lr))[1],
+    "centered RMSprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
 }
 
 
@@ -115,25 +32,105 @@ def parameters() -> dict[str, nn.Parameter]:
     return named
 
 
-def tried(optimizer: Any, lr: float) -> torch.optim.Optimizer:
-    given = parameters()
-    return require_elementwise(lambda: optimizer(list(given.values()), lr=lr), given, torch.device("cpu"))
+def updated(make: Any, pieces: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:
+    """The elements of all `pieces` after six steps."""
+    held = [nn.Parameter(piece.clone()) for piece in pieces]
+    optimizer = require_elementwise(make(held, lr=0.01), False)
+    for of_step in gradients:
+        for piece, gradient in zip(held, of_step, strict=True):
+            piece.grad = gradient.clone()
+        optimizer.step()
+    return torch.cat([piece.detach().reshape(-1) for piece in held])
 
 
-@each_row("lr", [0.0, 1e-8, 1e-4, 0.1])
-@each_row("name", ELEMENTWISE)
-def test_elementwise_optimizers_may_be_cut(name: str, lr: float) -> None:
-    optimizer = tried(ELEMENTWISE[name], lr)
-    assert [p.shape for p in optimizer.param_groups[0]["params"]] == [p.shape for p in parameters().values()]
-    assert all(group["lr"] == lr for group in optimizer.param_groups)
+@each_row("name", MAKERS)
+def test_what_is_taken_is_elementwise(name: str) -> None:
+    """It moves each element of a matrix as far as in flat pieces, from gradients of all sizes."""
+    generator = torch.Generator().manual_seed(0)
+    whole, *gradients = torch.randn(7, 4, 6, generator=generator, dtype=torch.float64)
+    gradients = [gradient * torch.logspace(-6, 2, 24).view(4, 6).roll(step) for step, gradient in enumerate(gradients)]
+    wanted = updated(MAKERS[name], [whole], [[gradient] for gradient in gradients])
+    flat = [[*gradient.view(-1).split([7, 17])] for gradient in gradients]
+    torch.testing.assert_close(
+        updated(MAKERS[name], [*whole.view(-1).split([7, 17])], flat), wanted, rtol=1e-12, atol=0
+    )
+    assert not torch.equal(wanted, whole.view(-1))
 
 
-@each_row("lr", [0.0, 1e-8, 1e-4, 0.1])
+class ClipsAll(torch.optim.SGD):
+    """By the norm of all gradients that it holds."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own, which is elementwise but for the decay of matrices."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * (p.grad.sign() + 0.1 * p * (p.ndim >= 2)))
+
+
+def with_a_step(ps: Any, lr: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(ps, lr=lr)
+    optimizer.step = partial(ClipsAll.step, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def with_a_hook(ps: Any, lr: float, is_behind: bool = False) -> torch.optim.Optimizer:
+    """That sees what the optimizer holds by then."""
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+
+    optimizer = torch.optim.SGD(ps, lr=lr)
+    (optimizer.register_step_post_hook if is_behind else optimizer.register_step_pre_hook)(clip)
+    return optimizer
+
+
+OTHERS: dict[str, Any] = {
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": lambda ps, lr: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=lr),
+    "LBFGS": torch.optim.LBFGS,
+    "a class of one's own": Lion,
+    "a class on top of torch's": ClipsAll,
+    "a step of its own": with_a_step,
+    "a hook": with_a_hook,
+    "a hook behind it": partial(with_a_hook, is_behind=True),
+}
+
+
 @each_row("name", OTHERS)
-def test_others_are_refused(name: str, lr: float) -> None:
-    """They would compute something else from a piece than from the whole (TRAPS 15). No learning rate hides that."""
-    with pytest.raises(UnsupportedError, match="element by itself"):
-        tried(OTHERS[name], lr)
+def test_others_are_refused_unless_somebody_vouches(name: str) -> None:
+    """They may compute something else from a piece than from the whole (TRAPS 15)."""
+    optimizer = OTHERS[name](list(parameters().values()), lr=0.1)
+    with pytest.raises(UnsupportedError, match="is not known to work on each element by itself"):
+        require_elementwise(optimizer, False)
+    assert require_elementwise(optimizer, True) is optimizer
+
+
+class Plain(torch.optim.SGD):
+    """Another class of the same step."""
+
+
+def trained(name: str, kind: type[torch.optim.SGD]) -> dict[str, Tensor]:
+    options = StrategyOptions(elementwise=kind is Plain)
+    strategy = load(("sharding", name))(build("plain"), partial(kind, lr=0.1), options)
+    one_step(strategy, [make_batch("plain", 2, 0)])
+    return strategy.full_state_dict()
+
+
+@each_row("name", ["zero2", "zero3", "pytorch_zero3"])
+def test_what_somebody_vouches_for_is_cut(ranks: RankPool, name: str) -> None:
+    (found, _), (wanted, _) = (ranks.run(2, trained, name, kind) for kind in (Plain, torch.optim.SGD))
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items()) and found
 
 
 def halved(optimizer: torch.optim.Optimizer, given: dict[str, nn.Parameter]) -> None:

@@ -65,7 +65,7 @@ def refusals(name: str) -> dict[str, str]:
     said = {wanted: message_of(UnsupportedError, make, name, with_extra(extra)) for wanted, extra in extras.items()}
     # Without our check, an error about placements in the first step. `pytorch_zero1` can do it.
     adafactor = message_of(UnsupportedError, make, name, build("deep"), torch.optim.Adafactor)
-    return said | {"does not work on each element": adafactor}
+    return said | {"is not known to work on each element": adafactor}
 
 
 @each_row("name", FSDP2)

@@ -229,7 +229,7 @@ def unshardable(name: str) -> dict[str, str]:
     two_elements = nn.LayerNorm(1)
     return {
         "2 trainable elements cannot be sharded over 3 ranks": message_of(ValueError, make, name, two_elements),
-        "Adafactor does not work on each element by itself": message_of(
+        "Adafactor is not known to work on each element by itself": message_of(
             ValueError, make, name, build("plain"), torch.optim.Adafactor
         ),
     }

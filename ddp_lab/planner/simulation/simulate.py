@@ -39,8 +39,6 @@ NEEDS_DATA = (
     "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
 )
 """Functions that read results, as `module that calls it:name`. They run on tensors that hold data."""
-TRIES = ("reference.fsdp2", "sharding.parts.sharded")
-"""Modules that try an optimizer on data for seconds. That of a simulation is known to be elementwise."""
 
 
 def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int | None = None) -> Simulated:
@@ -117,9 +115,6 @@ class Simulation:
             for place in NEEDS_DATA:
                 holder, _, name = place.partition(":")
                 stack.enter_context(on_data(import_module(holder), name))
-            for place in TRIES:
-                untried = mock.patch.object(import_module(place), "require_elementwise", lambda make, *_: make())
-                stack.enter_context(untried)
             stack.enter_context(pretended_world(self.network, self.rank))
             groups = stack.enter_context(groups_of(config, self.network.cluster))
             if self.is_cuda:

@@ -70,7 +70,7 @@ REFUSALS = [
     Refusal({"parameters of several dtypes"}, {"pytorch_zero1"}, "using the same dense type for all parameters"),
     Refusal({"channels last, and a transposed weight"}, FSDP2, "does not support non-contiguous parameters"),
     Refusal({"two parameters over one memory"}, ZERO | FSDP2 | {"pytorch_zero1"}, "would come apart in shards"),
-    Refusal({"LAMB", "Adafactor"}, ZERO | FSDP2, "does not work on each element by itself"),
+    Refusal({"LAMB", "Adafactor"}, ZERO | FSDP2, "is not known to work on each element by itself"),
     Refusal({"parameter groups and one cycle"}, {"pytorch_zero1"}, "optimizer must support momentum"),
 ]
 
