@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ DIMENSIONS = {
     CONTEXT: "ranks that see parts of the same samples",
     TENSOR: "ranks that hold parts of the same layers",
 }
-"""What each dimension is, in the order in which they may stand."""
+"""What each dimension is, the outermost first."""
 DATA_DIMENSIONS = (DATA, REPLICATE, SHARD, EXPERT)
 EXAMPLE = "dp=2,tp=2"
 
@@ -60,7 +59,8 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
-        """
+        """The dimensions may stand in any order.
+
         Raises:
             UserError: it is no mesh.
         """
@@ -69,7 +69,7 @@ class Mesh:
             name, _, number = part.strip().partition("=")
             if name not in DIMENSIONS:
                 raise UserError(f"--mesh {text}: '{name}' is none of {', '.join(DIMENSIONS)}; write {EXAMPLE}")
-            if not (number.isdecimal() and int(number) > 0):
+            if not (re.fullmatch("[0-9]{1,9}", number) and int(number) > 0):
                 raise UserError(f"--mesh {text}: {name} must be a whole number of ranks, at least 1; write {EXAMPLE}")
             if name in degrees:
                 raise UserError(f"--mesh {text}: {name} is there twice")
@@ -78,11 +78,7 @@ class Mesh:
             raise UserError(f"--mesh {text}: either {DATA}, or {REPLICATE} and {SHARD}")
         if REPLICATE in degrees and SHARD not in degrees:
             raise UserError(f"--mesh {text}: {REPLICATE} goes with {SHARD}; without it, write {DATA}")
-        order = list(DIMENSIONS)
-        for outer, inner in pairwise(degrees):
-            if order.index(outer) > order.index(inner):
-                raise UserError(f"--mesh {text}: {inner} must stand before {outer}: the outermost is first")
-        return cls(degrees)
+        return cls({name: degrees[name] for name in DIMENSIONS if name in degrees})
 
     @classmethod
     def of_label(cls, label: str) -> "Mesh":

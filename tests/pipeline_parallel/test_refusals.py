@@ -37,7 +37,6 @@ from tests.tables import each_row
             ({"mesh": "pp=2", **flag}, "--compile, --lora-rank and --overlap-optimizer: must be without pp")
             for flag in ({"compile": True}, {"lora_rank": 2}, {"overlap_optimizer": True})
         ),
-        ({"mesh": "tp=2,pp=2"}, "pp must stand before tp"),
     ],
 )
 def test_flags(flags: dict[str, Any], message: str) -> None:

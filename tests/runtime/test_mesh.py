@@ -1,5 +1,6 @@
 """The arithmetic of meshes."""
 
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ def test_ranks_and_coordinates(given_degrees: dict[str, int]) -> None:
     assert places == sorted(places), "the innermost dimension runs fastest"
     assert [mesh.data_rank(rank) for rank in range(mesh.size)] == [place[0] for place in places]
     assert Mesh.parse(str(mesh)) == mesh
+    for order in permutations(mesh.degrees.items()):
+        parsed = Mesh.parse(",".join(f"{name}={degree}" for name, degree in order))
+        assert list(parsed.degrees.items()) == list(mesh.degrees.items())
 
 
 @each_row(
@@ -34,7 +38,7 @@ def test_ranks_and_coordinates(given_degrees: dict[str, int]) -> None:
         ("dp2", "'dp2' is none of dp, replicate, shard, ep, pp, cp, tp"),
         ("dp=0", "dp must be a whole number of ranks, at least 1"),
         ("dp=2,dp=2", "dp is there twice"),
-        ("tp=2,dp=2", "dp must stand before tp"),
+        ("dp=２", "dp must be a whole number of ranks, at least 1"),
         ("dp=2,shard=2", "either dp, or replicate and shard"),
     ],
 )

@@ -27,7 +27,7 @@ class MeshSettings:
 
     mesh: str | None = _mesh(
         None,
-        "the ranks by dimension, from the outermost: dp=2,tp=2, or replicate=2,shard=4 (docs/how-it-works/mesh.md; "
+        "the ranks by dimension, in any order: dp=2,tp=2, or replicate=2,shard=4 (docs/how-it-works/mesh.md; "
         "default: all ranks see different samples)",
         normal=canonical_mesh,
         metavar="DIMENSION=RANKS,...",
