@@ -4,6 +4,7 @@ This module imports nothing heavy, so that `--help` answers at once.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ddp_lab.runtime.settings.checkpoints import CheckpointSettings
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, CommunicationSettings
 from ddp_lab.runtime.settings.data import DataSettings
 from ddp_lab.runtime.settings.field import Rules, check, flag_name, flags_of
-from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, PYTORCH, SOFTMAX, ZB_H1, ZIGZAG, MeshSettings
+from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, PYTORCH, ZB_H1, ZIGZAG, MeshSettings
 from ddp_lab.runtime.settings.profiling import ProfilingSettings
 from ddp_lab.runtime.settings.training import TrainingSettings
 from ddp_lab.strategy.options import FP16, StrategyOptions
@@ -24,14 +25,15 @@ from ddp_lab.strategy.recompute.setting import NONE as NO_BLOCKS
 SEQUENCE_PARALLEL = "-sp"
 """Behind a mesh in the label of a run."""
 
-NOT_WITH_EXPERTS = (
-    "compile",
-    "compress",
-    "reduce_dtype",
-    "param_dtype",
-    "offload",
-    "overlap_optimizer",
-)
+
+def each_only(holds: Callable[[Any], bool], where: str, *names: str) -> Rules:
+    """A rule for each of these flags: where it is given, `holds` must be true; `where` says when that is."""
+
+    def rule(name: str) -> tuple[Callable[[Any], bool], str]:
+        return lambda c: holds(c) or c.as_dict()[name] == DEFAULTS[name], f"{flag_name(name)}: must be {where}"
+
+    return [rule(name) for name in names]
+
 
 RULES: Rules = (
     (
@@ -69,10 +71,7 @@ RULES: Rules = (
         "--overlap-optimizer with --mesh {0.mesh}: must be without tp, since a rank sees only a part of each "
         "bucket's norm",
     ),
-    (
-        lambda c: c.has_stages or (c.pipeline_schedule, c.pipeline_split) == (ONE_F_ONE_B, None),
-        "--pipeline-schedule and --pipeline-split: must be with --mesh and pp above 1",
-    ),
+    *each_only(lambda c: c.has_stages, "with --mesh and pp above 1", "pipeline_schedule", "pipeline_split"),
     (
         lambda c: (c.pipeline_schedule == INTERLEAVED) == (c.stages_per_rank > 1),
         "--pipeline-schedule {0.pipeline_schedule} with --stages-per-rank {0.stages_per_rank}: must be at least 2 "
@@ -83,14 +82,8 @@ RULES: Rules = (
         "--pipeline-schedule zb-h1 with --activation-checkpointing: must be one or the other, since a block that is "
         "computed again in backward makes all its gradients at once",
     ),
-    (
-        lambda c: not (c.has_stages and (c.strategy.compile or c.lora_rank or c.strategy.overlap_optimizer)),
-        "--compile, --lora-rank and --overlap-optimizer: must be without pp",
-    ),
-    (
-        lambda c: c.has_experts or (c.router_scores, c.router_bias) == (SOFTMAX, None),
-        "--router-scores and --router-bias: must be with --mesh and ep",
-    ),
+    *each_only(lambda c: not c.has_stages, "without pp", "compile", "lora_rank", "overlap_optimizer"),
+    *each_only(lambda c: c.has_experts, "with --mesh and ep", "router_scores", "router_bias"),
     (
         lambda c: not c.has_experts or Mesh.parse(str(c.mesh)).degrees.keys() <= {DATA, EXPERT, TENSOR},
         "--mesh {0.mesh}: ep goes with dp and tp alone so far; leave the other dimensions out, or ep",
@@ -99,13 +92,11 @@ RULES: Rules = (
         lambda c: not (c.has_experts and c.sequence_parallel),
         "--sequence-parallel with --mesh {0.mesh}: must be without ep, whose routers see all tokens of a rank",
     ),
-    (
-        lambda c: not (c.has_experts and any(getattr(c.strategy, name) for name in NOT_WITH_EXPERTS)),
-        f"--mesh {{0.mesh}}: must be without ep, or without {', '.join(map(flag_name, NOT_WITH_EXPERTS))}",
-    ),
-    (
-        lambda c: not (c.has_experts and (c.lora_rank or c.strategy.loss_chunks > 1)),
-        "--lora-rank and --loss-chunks: must be without ep",
+    *each_only(
+        lambda c: not c.has_experts,
+        "without ep",
+        *("compile", "compress", "reduce_dtype", "param_dtype", "master_dtype", "offload", "overlap_optimizer"),
+        *("lora_rank", "loss_chunks"),
     ),
     (lambda c: c.seed < 2**32, "--seed {0.seed}: must be a whole number from 0 to 4294967295"),
     (
@@ -188,6 +179,7 @@ class RunConfig(
 
 FLAGS = [*flags_of(RunConfig), *flags_of(StrategyOptions)]
 """The fields that are flags."""
+DEFAULTS = {field.name: field.default for field in FLAGS}
 
 
 def choice_folder(config: RunConfig) -> Path:

@@ -33,10 +33,9 @@ from tests.tables import each_row
             {"mesh": "pp=2", "pipeline_schedule": "zb-h1", "activation_checkpointing": "block"},
             "must be one or the other",
         ),
-        *(
-            ({"mesh": "pp=2", **flag}, "--compile, --lora-rank and --overlap-optimizer: must be without pp")
-            for flag in ({"compile": True}, {"lora_rank": 2}, {"overlap_optimizer": True})
-        ),
+        ({"mesh": "pp=2", "compile": True}, "^--compile: must be without pp"),
+        ({"mesh": "pp=2", "lora_rank": 2}, "^--lora-rank: must be without pp"),
+        ({"mesh": "pp=2", "overlap_optimizer": True}, "^--overlap-optimizer: must be without pp"),
     ],
 )
 def test_flags(flags: dict[str, Any], message: str) -> None:
