@@ -9,7 +9,7 @@ from typing import Any
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, Outcome, Task, outcomes, told
-from ddp_lab.planner.report.recommendation import Row, gib, recommended
+from ddp_lab.planner.report.recommendation import Row, gib, recommended, total
 from ddp_lab.planner.report.table import Plan, rates
 from ddp_lab.runtime.errors import UserError, listed
 from ddp_lab.runtime.settings.data import CAUSAL_LM
@@ -105,8 +105,10 @@ def what_fits(nearest: Row, tried: list[Variant], found: list[Outcome]) -> str:
 
 
 def price_of(case: Case, step_s: float) -> str:
-    """What tokens cost, or samples, at a step of so many seconds; empty without a price."""
+    """What all tokens cost, or a billion, or samples, at a step of so many seconds; empty without a price."""
     found = rates(case, step_s, None)
+    if said := total(found):
+        return said
     of_tokens, of_samples = found.get("cost_per_billion_tokens"), found.get("cost_per_million_samples")
     if of_tokens is not None:
         return f", {of_tokens:,.0f} $ for a billion tokens"

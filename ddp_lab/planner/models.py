@@ -158,8 +158,9 @@ def table() -> dict[str, Model]:
 
 
 def find(name: str) -> Model:
-    """A built-in model (its hub name, with or without owner, in any case, `-Instruct` or not), that of a built-in
-    workload, or one that a local `config.json` describes (the file, or a folder that holds it).
+    """A built-in model (its hub name, with or without owner, in any case, `-Instruct` or not; or its beginning up to a
+    hyphen, if no other model's is the same), that of a built-in workload, or one that a local `config.json` describes
+    (the file, or a folder that holds it).
 
     Raises:
         UserError: there is none; names similar ones.
@@ -170,9 +171,13 @@ def find(name: str) -> Model:
     wanted = plain(name)
     if name in BUILT_IN_LANGUAGE:
         return of_workload(name)
-    for known, model in table().items():
-        if wanted in (plain(known), plain(known).partition("/")[2]):
-            return model
+    spellings = {plain(known).partition("/")[2]: model for known, model in table().items()}
+    spellings |= {plain(known): model for known, model in table().items()}
+    if wanted in spellings:
+        return spellings[wanted]
+    longer = {model.name: model for spelling, model in spellings.items() if spelling.startswith(f"{wanted}-")}
+    if len(longer) == 1:
+        return longer.popitem()[1]
     near = unknown_name("model", name, [*table(), *(known.partition("/")[2] for known in table())])
     raise UserError(f"{near} Or give a local folder with a config.json, or --d-model, --d-ff and --layers")
 

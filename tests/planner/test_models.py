@@ -38,6 +38,25 @@ def test_local_configurations_that_are_none(tmp_path: Path, content: str | None,
         models.find(str(tmp_path))
 
 
+@each_row(
+    ("name", "known"),
+    [
+        ("Mixtral-8x7B", "mistralai/Mixtral-8x7B-v0.1"),
+        ("qwen/QWEN3", "Qwen/Qwen3-30B-A3B"),
+        ("gpt2", "openai-community/gpt2"),
+        ("Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("Llama-3.1", None),
+        ("Mixtral-8x", None),
+        ("", None),
+    ],
+)
+def test_the_beginning_of_a_name_is_enough_where_it_is_unique(name: str, known: str | None) -> None:
+    try:
+        assert models.find(name).name == known
+    except UserError:
+        assert known is None
+
+
 def test_a_language_model_is_that_of_the_runner(tmp_path: Path) -> None:
     """With tied embeddings and without, on whole sequences of one document."""
     for is_tied in (True, False):

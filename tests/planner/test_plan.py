@@ -81,8 +81,10 @@ def test_a_row_says_what_the_simulation_says() -> None:
     assert row["training_hours"] == pytest.approx(1.0) and row["training_cost"] == pytest.approx(24)
     flops = flops_of_a_sample(plan.case.model, 128)
     assert flops and row["mfu_pct"] == pytest.approx(100 * 80 * flops / (2 * 30.3e12))
-    (row,) = made(zero1=simulation(100, 20, 22.5)).rows
+    assert "10,240 tokens/s, 1.0 hours and 24 $ in all; its peak" in " ".join(reasons(plan.rows))
+    (row,) = made(zero1=simulation(100, 20, 22.5), tokens=1e9).rows
     assert row["fits"] == "no" and row["spare_bytes"] < 0 and "cost_per_billion_tokens" not in row
+    assert "training_hours" not in row, "it never ends"
 
 
 @each_row(

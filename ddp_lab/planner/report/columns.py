@@ -30,7 +30,7 @@ PLAN_COLUMNS = {
     "exposed_pct": Column("exposed", "%", "the same as share of the step"),
     "cost_per_million_samples": Column("1e6 samples", "$", "of all devices, where samples are images", 1, 2),
     "cost_per_billion_tokens": Column("1e9 tokens", "$", "of all devices; none without a price", 1, 2),
-    "training_hours": Column("in all", "hours", "time that --tokens take; none without it"),
+    "training_hours": Column("in all", "hours", "time that --tokens take, where the choice fits; none without it"),
     "training_cost": Column("in all", "$", "what all devices cost in that time", 1, 0),
     "spare_bytes": gib(
         "to spare", "memory of a device, less what CUDA itself takes where it is a GPU, less the peak; below 0: missing"

@@ -64,7 +64,7 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     sentences = [
         f"Take {best['name']} ({best['entrypoint']} {flags}): {best['step_time_ms']:,.1f} ms a step "
         f"({best['step_time_low_ms']:,.1f} to {best['step_time_high_ms']:,.1f}), "
-        f"{speed(best)}; its peak of {gib(best['peak_bytes'])} leaves "
+        f"{speed(best)}{total(best)}; its peak of {gib(best['peak_bytes'])} leaves "
         f"{gib(best['spare_bytes'])} to spare."
     ]
     if is_tight(best):
@@ -105,6 +105,12 @@ def speed(row: Row) -> str:
     if "tokens_per_second" not in row:
         return f"{row['samples_per_second']:,.1f} samples/s"
     return f"{row['tokens_per_second']:,.0f} tokens/s"
+
+
+def total(rates: Row) -> str:
+    """What --tokens take and cost; empty without them."""
+    dollars = f" and {rates['training_cost']:,.0f} $" if "training_cost" in rates else ""
+    return f", {rates['training_hours']:,.1f} hours{dollars} in all" if "training_hours" in rates else ""
 
 
 def against_slower(best: Row, slower: Sequence[Row]) -> str:

@@ -1,7 +1,7 @@
 """The table of a plan: a row for each outcome."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -70,7 +70,7 @@ def row(outcome: Outcome, flops: float | None = None) -> dict[str, Any]:
         "exposed_pct": 100 * simulated.exposed_s / step_s,
         "note": "; ".join(notes),
     }
-    return of_choice | values | rates(case, step_s, flops)
+    return of_choice | values | rates(case if spare >= 0 else replace(case, tokens=None), step_s, flops)
 
 
 def rates(case: Case, step_s: float, flops: float | None) -> dict[str, float]:
