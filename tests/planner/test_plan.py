@@ -5,6 +5,7 @@ import io
 import json
 import re
 import subprocess
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from rich.console import Console
 
 import sharding
+from ddp_lab import progress
 from ddp_lab.planner import beside, models, plan_command
 from ddp_lab.planner import command as script
 from ddp_lab.planner.choices import choices
@@ -344,6 +346,18 @@ def test_a_terminal_shows_a_bar_below_what_is_done(
         tell("zero1: 9 ms")
     shown = capsys.readouterr().err
     assert "zero1: 9 ms\n" in shown and "simulating" in shown and "1/2" in shown.split("zero1: 9 ms")[1]
+
+
+def test_a_line_tells_that_long_work_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "STILL_S", 0.2)
+    with long_work("simulating", 2) as tell:
+        tell("zero1: 9 ms")
+        time.sleep(1)
+    assert re.match(
+        r"simulating\n1 of 2.*: zero1: 9 ms\n(simulating: \d s so far, 1 of 2 done\n)+", capsys.readouterr().err
+    )
 
 
 def test_record_then_plan_with_it(tmp_path: Path) -> None:
