@@ -1,8 +1,9 @@
 """Failures of the program, and what tells them from those that it survived or that follow from others."""
 
 import re
-from bisect import bisect
-from collections.abc import Callable, Sequence
+from bisect import bisect, bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 from ddp_lab.doctor.facts import LAST_LINES, Facts, Match
 from ddp_lab.doctor.reading.complaints import EXCEPTION, Said
@@ -52,18 +53,22 @@ _CONNECTED = re.compile(r"\[c10d\b[^\]\n]{0,12}\] The client socket has connecte
 
 def program_exception(facts: Facts) -> Match | None:
     """The exception of the program that ended a rank before anything of the communication failed, and who raised it."""
-    consequences = facts.hangs + [said.line for said in facts.complaints if _COMMUNICATION.search(said.text)]
+    consequences = _numbers_by_path(
+        facts.hangs + [said.line for said in facts.complaints if _COMMUNICATION.search(said.text)]
+    )
+    ends = _numbers_by_path(line for line in facts.failures if "Traceback" not in line.text)
+    exceptions = defaultdict[str, list[Said]](list)
+    for complaint in facts.complaints:
+        if complaint.kind == EXCEPTION:
+            exceptions[complaint.line.path].append(complaint)
     for text in facts.texts:
-        own = [said for said in facts.complaints if said.kind == EXCEPTION and said.line.path == text.path]
+        own = exceptions[text.path]
         ignored = _ignored(text, own)
         own = [s for s in own if s.line.number not in ignored and not _COMMUNICATION.search(s.text)]
-        ends = (line.number for line in facts.failures if line.path == text.path and "Traceback" not in line.text)
-        failed = min(ends, default=None)
+        failed = min(ends[text.path], default=None)
         end = text.lines[-1].number if text.lines and failed is None else failed or 0
-        followed = [line.number for line in consequences if line.path == text.path and line.number > end - SOON]
-        said = _that_ended(
-            text, [said for said in own if said.line.number <= min(followed, default=end)], failed, ignored
-        )
+        last = min((number for number in consequences[text.path] if number > end - SOON), default=end)
+        said = _that_ended(text, [said for said in own if said.line.number <= last], failed, ignored)
         if said:
             lines = [each.line.text for each in own if each.text == said.text]
             ranks = {int(match[1]) for line in lines if (match := JOB_RANK.search(line))}
@@ -71,6 +76,14 @@ def program_exception(facts: Facts) -> Match | None:
             where = f", in {said.where}" if said.where else ""
             return Match([said.line], [f"{who} {said.text[:200].rstrip('.')}{where}."])
     return None
+
+
+def _numbers_by_path(lines: Iterable[Line]) -> defaultdict[str, list[int]]:
+    """The numbers of these lines in each text, in order."""
+    found = defaultdict[str, list[int]](list)
+    for path, number in sorted((line.path, line.number) for line in lines):
+        found[path].append(number)
+    return found
 
 
 def _ignored(text: Text, own: Sequence[Said]) -> set[int]:
@@ -94,7 +107,7 @@ def _that_ended(text: Text, own: Sequence[Said], failed: int | None, ignored: se
         return None
     chained = [line.number for line in text.search(_CHAINED)]
     last = len(own) - 1
-    while last and any(own[last - 1].line.number < number < own[last].line.number for number in chained):
+    while last and bisect(chained, own[last - 1].line.number) < bisect_left(chained, own[last].line.number):
         last -= 1  # the first of a chain is the reason of the others
     return own[last]
 
@@ -112,14 +125,14 @@ def memory_refused(facts: Facts) -> Match | None:
 def _not_survived(facts: Facts, pattern: re.Pattern[str], unless: re.Pattern[str] | None = None) -> Match | None:
     """Lines that are torch's or NCCL's last word, or behind which the text ends or the job fails soon. `unless`: these
     say so, wrapped or not."""
-    lines = []
+    lines, failures = [], _numbers_by_path(facts.failures)
     for text in facts.texts:
-        failed = [line.number for line in facts.failures if line.path == text.path]
+        failed = failures[text.path]
         for index, line in text.find(pattern):
             if unless and unless.search(" ".join(each.text.strip() for each in text.lines[index : index + 3])):
                 continue
             is_last = line.number > text.lines[-1].number - LAST_LINES
-            fails_soon = any(0 <= number - line.number <= SOON for number in failed)
+            fails_soon = bisect_left(failed, line.number) < bisect(failed, line.number + SOON)
             is_word = bool(JOB_RANK.search(line.text)) or "NCCL WARN" in line.text
             if is_word or ((is_last or fails_soon) and not _survived(text, index)):
                 lines.append(line)

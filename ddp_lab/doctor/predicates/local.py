@@ -1,6 +1,7 @@
 """Inside one node: P2P between GPUs, shared and locked memory, and pairs of ranks that were measured."""
 
 import re
+from collections import Counter
 
 from ddp_lab.doctor.facts import Facts, Match
 from ddp_lab.doctor.live.machine import SMALL_MEMLOCK_BYTES, SMALL_SHM_BYTES
@@ -8,6 +9,7 @@ from ddp_lab.doctor.rulebook import all_rules, compiled
 
 _ACS = re.compile(r"ACSCtl:\s{0,8}SrcValid\+|ACSCtl:.{0,80}(?:ReqRedir|CmpltRedir|UpstreamFwd)\+")
 _IOMMU = re.compile(r"DMAR: IOMMU enabled|AMD-Vi: AMD IOMMUv2|(?:intel|amd)_iommu=on")
+_PROCESS = re.compile(r"([\w.-]{1,255}:\d{1,10}):\d{1,10} \[")
 _NO_CUMEM = re.compile("cuMem host allocations do not appear to be working")
 _CUMEM_FAILURE = re.compile(
     r"(?:cudawrap|shmutils|transport/shm|alloc\.h|allocator|os/linux)\S{0,12} (?:\(\w{1,60}\) )?NCCL WARN Cuda failure "
@@ -30,12 +32,12 @@ def acs_or_iommu(facts: Facts) -> Match | None:
 def cumem_host(facts: Facts) -> Match | None:
     """Some processes of a host fell back to /dev/shm and others did not, or cuMem itself failed."""
     lines = facts.search(_NO_CUMEM)
-    fallen = {(p.host, p.pid) for p in facts.processes if any(f"{p.host}:{p.pid}:" in line.text for line in lines)}
-    for host in {host for host, _ in fallen}:
-        others = {(p.host, p.pid) for p in facts.processes if p.host == host} - fallen
-        if others:
-            sentence = f"On {host}, {len(fallen)} processes fell back to /dev/shm and {len(others)} did not."
-            return Match(lines, [sentence])
+    pids = {f"{p.host}:{p.pid}": p.host for p in facts.processes}
+    fell = {name for line in lines for name in _PROCESS.findall(line.text)}
+    fallen, others = (Counter(pids[name] for name in names) for names in (pids.keys() & fell, pids.keys() - fell))
+    for host in sorted(fallen.keys() & others.keys()):
+        sentence = f"On {host}, {fallen[host]} processes fell back to /dev/shm and {others[host]} did not."
+        return Match(lines, [sentence])
     versions = [_numbers(process.version) for process in facts.processes if process.version]
     failed = facts.search(_CUMEM_FAILURE)
     return Match(failed) if failed and (not versions or max(versions) >= CUMEM_HOST_SINCE) else None

@@ -85,18 +85,21 @@ def read_processes(texts: Iterable[Text]) -> list[Process]:
             if unclaimed and current:
                 _take(current, unclaimed, "INFO", unclaimed.text)
                 unclaimed = None
+    siblings: dict[tuple[str, int], list[Process]] = {}
     for process in found.values():
-        _fill_from_siblings(process, found.values())
+        siblings.setdefault((process.host, process.pid), []).append(process)
+    for of_one in siblings.values():
+        _fill_from_siblings(of_one)
     return sorted(found.values(), key=lambda p: (p.rank is None, p.rank or 0, p.host, p.pid, p.device))
 
 
-def _fill_from_siblings(process: Process, others: Iterable[Process]) -> None:
+def _fill_from_siblings(siblings: Sequence[Process]) -> None:
     """A process logs its version, network and interface once, even if it drives several devices."""
-    for other in others:
-        if (other.host, other.pid) == (process.host, process.pid):
-            for name in ("version", "network", "cards", "interface", "address"):
-                if getattr(process, name) is None:
-                    setattr(process, name, getattr(other, name))
+    for name in ("version", "network", "cards", "interface", "address"):
+        known = next((value for process in siblings if (value := getattr(process, name)) is not None), None)
+        for process in siblings:
+            if getattr(process, name) is None:
+                setattr(process, name, known)
 
 
 def _take(process: Process, line: Line, severity: str, message: str) -> None:

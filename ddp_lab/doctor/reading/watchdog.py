@@ -7,8 +7,10 @@ ProcessGroupNCCL.cpp and nccl2 in torch/csrc/distributed/c10d of https://github.
 
 import re
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from ddp_lab.doctor.reading.texts import JOB_RANK, Line, Text
 
@@ -94,7 +96,10 @@ def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
     """Each once, with the group that the nearest status line of the same rank and number names."""
     found: dict[tuple[object, ...], Timeout] = {}
     for text in texts:
-        statuses, restarts = list(statuses_in(text)), [index for index, _ in text.find(_RESTART)]
+        restarts = [index for index, _ in text.find(_RESTART)]
+        statuses = defaultdict[tuple[int, int | None], list[tuple[int, Status]]](list)
+        for place, status in statuses_in(text):
+            statuses[status.rank, status.timed_out].append((place, status))
         for index, line in text.find(_TIMEOUT):
             if not (match := _TIMEOUT.search(line.text)):
                 continue
@@ -104,11 +109,9 @@ def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
             attempt, elements = bisect(restarts, index), (match[4], match[5])
             kind = _kind(match[3], *(int(each or 0) for each in elements))
             one = Timeout(rank, job is not None, local, attempt, None, seq, kind, elements, line)
-            near = min(
-                (each for each in statuses if each[1].rank == rank and each[1].timed_out == seq is not None),
-                key=lambda each: abs(each[0] - index),
-                default=None,
-            )
+            alike = statuses.get((rank, seq), []) if rank is not None and seq is not None else []
+            after = bisect(alike, index, key=itemgetter(0))
+            near = min(alike[max(0, after - 1) : after + 1], key=lambda each: abs(each[0] - index), default=None)
             one = replace(one, group=near[1].group) if near else one
             found.setdefault((one.rank, one.attempt, one.group, one.seq, one.kind), one)
     return list(found.values())
