@@ -74,6 +74,19 @@ def place_in_own_file(error: BaseException) -> str:
     return f" (line {lines[-1]} of {Path(file).name})" if file and lines else ""
 
 
+def printable(text: str) -> str:
+    """`text` as every file and message takes it: what is not UTF-8, such as bytes of a file's name, is escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception says, though its `__str__` may raise."""
+    try:
+        return printable(str(error)).strip()
+    except Exception as problem:
+        return f"(its text cannot be read: {type(problem).__name__} in __str__)"
+
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """`torchrun` sets this variable for each rank: <log folder>/attempt_<n>/<local rank>/error.json."""
 EARLIER_S = 2

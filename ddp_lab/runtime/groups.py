@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.errors import UserError, words_of
 
 Result = TypeVar("Result")
 
@@ -61,7 +61,7 @@ def from_rank0(make: Callable[[], Result]) -> Result:
         try:
             answer = [(make(), None)]
         except Exception as error:  # whatever it is, the others must not wait for it
-            own, answer = error, [(None, str(error))]
+            own, answer = error, [(None, words_of(error))]
     dist.broadcast_object_list(answer, src=0)
     result, problem = answer[0]
     if problem is not None:
@@ -82,7 +82,7 @@ def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = 
     except Exception as error:  # whatever it is, the others must not wait for it
         own = error
     problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, None if own is None else str(own), group)
+    dist.all_gather_object(problems, None if own is None else words_of(own), group)
     if own is not None and not isinstance(own, UserError):
         raise own
     for rank, found in enumerate(problems):

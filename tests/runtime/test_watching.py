@@ -61,8 +61,24 @@ def test_a_ring_keeps_the_latest() -> None:
     for seq in range(1, 5001):
         flight.add(seq, "all_reduce", seq, "float32", "ranks 0,1", -1, 0)
     assert [entry.seq for entry in flight.state().entries] == list(range(5000 - 2047, 5001))
-    flight.set_exit_reason(ExitReason("failed", "x" * 100_000, 0.0, "y"))
-    assert flight.exit_reason == ExitReason("failed", "x" * 2000, 0.0), "cut, but there"
+    flight.set_exit_reason(ExitReason.now("failed", "x" * 100_000, "y" * 100_000))
+    reason = flight.exit_reason
+    assert reason and reason.traceback and reason.text == "x" * 2000, "cut, but there"
+    flight.close()
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@each_row(
+    "error, text", [(ValueError("a\udcff"), r"ValueError: a\udcff"), (Mute(), "Mute: (its text cannot be read: ")]
+)
+def test_a_flight_recorder_takes_any_exception(error: Exception, text: str) -> None:
+    flight = FlightRecorder.create(rank=0)
+    flight.set_exit_reason(ExitReason.of(error, in_collective=False))
+    assert flight.exit_reason is not None and flight.exit_reason.text.startswith(text)
     flight.close()
 
 

@@ -4,8 +4,10 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from ddp_lab.runtime.errors import AgreedError, place_in_own_file
+from ddp_lab.runtime.errors import AgreedError, place_in_own_file, printable, words_of
 
+MOST_CHARACTERS = 2000
+"""Of a text: a flight recorder has little room."""
 COMMUNICATION_WORDS = ("gloo", "nccl", "processgroup", "process group", "connection", "collective", "broken pipe")
 
 
@@ -37,20 +39,20 @@ class ExitReason:
 
     @classmethod
     def now(cls, kind: str, text: str, trace: str | None = None) -> "ExitReason":
-        return cls(kind, text, time.time(), trace)
+        return cls(kind, printable(text[:MOST_CHARACTERS]), time.time(), printable(trace) if trace else None)
 
     @classmethod
     def of(cls, error: BaseException, in_collective: bool) -> "ExitReason":
         """The reason of a rank whose training thread raised `error`, perhaps while it waited for a collective."""
         if isinstance(error, AgreedError):
-            return cls.now("error", str(error))
+            return cls.now("error", words_of(error))
         trace = "".join(traceback.format_exception(error))
         return cls.now(kind_of(error, in_collective), text_of(error), trace)
 
 
 def kind_of(error: BaseException, in_collective: bool) -> str:
     """`failed`, or `timeout`, `connection` or `collective` if communication raised the error."""
-    text = str(error).lower()
+    text = words_of(error).lower()
     is_of_communication = isinstance(error, RuntimeError) and any(word in text for word in COMMUNICATION_WORDS)
     if not in_collective and not is_of_communication:
         return "failed"
@@ -61,8 +63,10 @@ def kind_of(error: BaseException, in_collective: bool) -> str:
 
 def text_of(error: BaseException) -> str:
     """The exception in one line. If memory ran out, the line also says what to do."""
-    lines = str(error).strip().splitlines()
+    lines = words_of(error).splitlines()
     text = (f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__) + place_in_own_file(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
         text = f"out of memory ({text}); use a smaller --global-batch-size or model, or raise --grad-accum-steps"
+    elif "too many open files" in text.lower():
+        text += "; raise ulimit -n"
     return text

@@ -151,7 +151,7 @@ class FlightRecorder:
         """Record why the owner ends. A later call replaces the reason."""
         text = msgspec.json.encode(reason)
         if len(text) > TEXT_BYTES:
-            text = msgspec.json.encode(replace(reason, text=reason.text[:2000], traceback=None))
+            text = msgspec.json.encode(replace(reason, traceback=(reason.traceback or "")[-3000:]))
         self._page.exit_reason = text
 
     def finish(self) -> None:
