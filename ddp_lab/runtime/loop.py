@@ -141,8 +141,8 @@ def train(
 
     strategy.module.train()
     before, start = host_time(), time.perf_counter()
+    begin_step(strategy.optimizer_steps)
     for data, following in with_following(loaded(steps)):
-        begin_step(strategy.optimizer_steps)
         if plan.learning_rate is not None:
             for group in groups:
                 group["lr"] = plan.learning_rate(strategy.optimizer_steps)
@@ -171,6 +171,7 @@ def train(
         if is_last:
             break
         before, start = host_time(), time.perf_counter()
+        begin_step(strategy.optimizer_steps)
     strategy.require_finite()
     read(unread_steps=0)
     return result
@@ -180,7 +181,7 @@ def loaded(steps: Iterable[StepData]) -> Iterator[StepData]:
     """`steps`; the time that each takes to come counts as loading of data."""
     coming = iter(steps)
     while True:
-        with waiting("data"):
+        with phase("loading data", in_profile=False), waiting("data"):
             step = next(coming, None)
         if step is None:
             return

@@ -32,7 +32,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import on_every_rank
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import TENSOR, Mesh
-from ddp_lab.runtime.watch.phases import between_steps
+from ddp_lab.runtime.watch.phases import during
 from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut
@@ -147,10 +147,10 @@ class Checkpoints:
             UserError: on every rank, if that failed.
         """
         if self._saver and self.is_due(len(result.loss)):
-            between_steps("saving a checkpoint")
-            tensors, texts = random_states(self._ranks.device)
-            tensors |= tensors_to_save(self._strategy)
-            self._saver.save(tensors, texts, self._manifest(result))
+            with during("saving a checkpoint"):
+                tensors, texts = random_states(self._ranks.device)
+                tensors |= tensors_to_save(self._strategy)
+                self._saver.save(tensors, texts, self._manifest(result))
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is that this run has saved."""

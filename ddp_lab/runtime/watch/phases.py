@@ -117,11 +117,11 @@ def between_steps(name: str) -> None:
 
 @contextmanager
 def during(name: str) -> Iterator[None]:
-    """Outside of optimizer steps, what is done within this context has a name of its own."""
-    before = _phase
+    """What is done within this context has a name of its own, and is part of no optimizer step."""
+    before = _step, _phase
     between_steps(name)
     yield
-    between_steps(before)
+    _enter(*before)
 
 
 def _enter(step: int, name: str) -> None:

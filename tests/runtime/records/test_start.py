@@ -1,6 +1,7 @@
 """Where the time until the first step is done goes."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,6 +56,16 @@ def test_long_phases_are_said_but_no_steps_after_the_first(
     phases.record_phases_in(None)
     said = capsys.readouterr().out.splitlines()
     assert [*dict.fromkeys(said)] == [f"zero3: {at}, 0 s so far" for at in ("importing", "first step", "evaluating")]
+
+
+def test_a_save_is_no_part_of_the_step_around_it() -> None:
+    entered: list[tuple[int, str]] = []
+    phases.record_phases_in(SimpleNamespace(set_phase=lambda *phase: entered.append(phase)))
+    phases.begin_step(3)
+    with phases.during("saving a checkpoint"):
+        pass
+    assert entered == [(3, phases.LOOP), (-1, "saving a checkpoint"), (3, phases.LOOP)]
+    phases.record_phases_in(None)
 
 
 def test_a_process_knows_its_age() -> None:
