@@ -15,6 +15,7 @@ from ddp_lab.parity.asked import Asked, asking
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error
 from ddp_lab.runtime.config import FLAGS, RunConfig
+from ddp_lab.runtime.early import require_room
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
@@ -91,6 +92,7 @@ def train_and_compare(options: argparse.Namespace, flags: Sequence[str]) -> int:
     flags = ["--max-steps", str(options.steps), "--no-eval", "--no-profile", *flags]
     config = config_of([*flags, "--ddp-choice", options.choice])
     ranks = options.ranks or ranks_here(config)
+    require_room(ranks)
     mesh = Mesh.parse(config.mesh) if config.mesh else None
     if mesh:
         mesh.require_ranks(ranks, ranks)

@@ -4,6 +4,7 @@ Imports nothing heavy.
 """
 
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,10 @@ from ddp_lab.runtime.settings.file import with_config_file
 from ddp_lab.strategy.options import AUTO
 
 BATCH = "--global-batch-size"
+MOST_RANKS_OF_CORE = 16
+"""More are no training that anybody means."""
+OPEN_FILES, OPEN_FILES_OF_RANK = 64, 8
+"""A rank of two needs 49 to 64; for each other rank it has a few connections in each process group."""
 
 
 def begin(config: RunConfig, arguments: Sequence[str] | None, ranks: int | None = None) -> RunConfig:
@@ -37,6 +42,8 @@ def begin(config: RunConfig, arguments: Sequence[str] | None, ranks: int | None 
         if ranks is None:
             require_launcher(environ)
         size = ranks or int(environ["WORLD_SIZE"])
+        if ranks is not None:
+            require_room(ranks)
         mesh = Mesh.parse(config.mesh) if config.mesh else None
         if mesh:
             mesh.require_ranks(size, ranks or int(environ.get("LOCAL_WORLD_SIZE", size)))
@@ -54,14 +61,36 @@ def begin(config: RunConfig, arguments: Sequence[str] | None, ranks: int | None 
     except UserError as error:
         exit_with_error(f"{config.label}: {error}")
     if environ.get("RANK", "0") == "0" and not begun_by_us:
-        who = f"{size} ranks load" if size > 1 else "1 rank loads"
-        line = (
-            f"{config.label}: {who} torch, to train workload {resolved.workload} on {'GPUs' if on_gpu else 'the CPU'}"
-        )
+        is_node = size == (ranks or int(environ.get("LOCAL_WORLD_SIZE", 0)))
+        who = f"{size} ranks" if size > 1 else "1 rank"
+        who += f" on {cores_here()} cores" * is_node + (" load" if size > 1 else " loads")
+        where = "GPUs" if on_gpu else "the CPU"
+        line = f"{config.label}: {who} torch, to train workload {resolved.workload} on {where}"
         if config.global_batch_size != samples:
             line += f"; {BATCH} is {config.global_batch_size}, since {samples} does not divide among them"
         print(line, flush=True)
     return config
+
+
+def require_room(ranks: int) -> None:
+    """Check that this node may have so many.
+
+    Raises:
+        UserError: it has too few cores, or a process may open too few files.
+    """
+    cores, open_files = cores_here(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if ranks > MOST_RANKS_OF_CORE * cores:
+        most = f"{MOST_RANKS_OF_CORE * cores}, {MOST_RANKS_OF_CORE} a core"
+        raise UserError(f"{ranks} ranks on {cores} cores: must be at most {most}")
+    least = OPEN_FILES + OPEN_FILES_OF_RANK * ranks
+    if open_files != resource.RLIM_INFINITY and open_files < least:
+        need = f"each of {ranks} ranks may need {least}"
+        raise UserError(f"a process may open {open_files} files, and {need}; raise ulimit -n")
+
+
+def cores_here() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def require_origin(config: RunConfig) -> None:

@@ -2,10 +2,15 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from ddp_lab.runtime.early import cores_here, require_room
+from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
@@ -77,20 +82,23 @@ def test_mistakes_are_one_line_before_torch(tmp_path: Path) -> None:
 
 
 @each_row(
-    "flags, expected",
+    "ranks, who, rest",
     [
-        (["--ranks", "1"], "zero3: 1 rank loads torch, to train workload sample on the CPU"),
-        (["--ranks", "2"], "zero3: 2 ranks load torch, to train workload sample on the CPU"),
-        (
-            ["--ranks", "3"],
-            "zero3: 3 ranks load torch, to train workload sample on the CPU; --global-batch-size is 6, since 8 does",
-        ),
-        (
-            ["--ranks", "8"],
-            "zero3: 8 ranks load torch, to train workload sample on the CPU; --global-batch-size is 16, since 8 does",
-        ),
+        (1, f"1 rank on {cores_here()} cores loads", ""),
+        (2, f"2 ranks on {cores_here()} cores load", ""),
+        (3, f"3 ranks on {cores_here()} cores load", "; --global-batch-size is 6, since 8 does"),
+        (8, f"8 ranks on {cores_here()} cores load", "; --global-batch-size is 16, since 8 does"),
     ],
 )
-def test_the_first_line_comes_before_torch(tmp_path: Path, flags: list[str], expected: str) -> None:
-    first, batch = python(BEGIN, tmp_path, "zero3", "--device", "cpu", *flags)
-    assert first.startswith(expected) and (batch == "8" or f"is {batch}, " in first)
+def test_the_first_line_comes_before_torch(tmp_path: Path, ranks: int, who: str, rest: str) -> None:
+    first, batch = python(BEGIN, tmp_path, "zero3", "--device", "cpu", "--ranks", str(ranks))
+    assert first.startswith(f"zero3: {who} torch, to train workload sample on the CPU{rest}")
+    assert batch == "8" or f"is {batch}, " in first
+
+
+def test_what_a_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"ranks on .* cores: must be at most"):
+        require_room(17 * cores_here())
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (79, 79))
+    with pytest.raises(UserError, match="each of 2 ranks may need 80; raise ulimit -n"):
+        require_room(2)
