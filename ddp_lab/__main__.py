@@ -1,12 +1,13 @@
 """The command `ddp-lab`, also `python -m ddp_lab`."""
 
-import os
+import signal
 import sys
 from collections.abc import Sequence
 from itertools import groupby
 
-from ddp_lab.commands import COMMANDS
+from ddp_lab.commands import COMMANDS, TRAIN
 from ddp_lab.runtime.cli import OneLineParser, unknown_name, versions
+from ddp_lab.runtime.process.output import guard_output
 
 COMPLETION = "completion"
 SHELLS = ("bash", "zsh", "tcsh")
@@ -15,6 +16,18 @@ SHELLS = ("bash", "zsh", "tcsh")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code. A mistake is one line on standard error, and code 2."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if arguments is None:
+        trains = name in COMMANDS and COMMANDS[name].group == TRAIN
+        guard_output(goes_on=trains and not {"-h", "--help"} & {*rest})
+    try:
+        return run_command(name, rest)
+    except KeyboardInterrupt as error:  # or `Stopped`
+        return 128 + getattr(error, "number", signal.SIGINT)
+    finally:
+        sys.stdout.flush()
+
+
+def run_command(name: str, rest: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print(help_text())
         return 0
@@ -25,14 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return print_completion(rest)
     if name not in COMMANDS:
         OneLineParser("ddp-lab").error(unknown_name("command", name, (*COMMANDS, COMPLETION)))
-    try:
-        code: int = COMMANDS[name].load().main(rest)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    code: int = COMMANDS[name].load().main(rest)
     return code
 
 

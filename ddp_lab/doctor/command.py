@@ -11,7 +11,6 @@ Exit code 0: nothing found. 1: something could not be read or measured, and noth
 """
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -37,21 +36,6 @@ FOUND, UNEXPLAINED = 3, 4
 
 
 def main(arguments: Sequence[str]) -> int:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack characters that a log has
-    try:
-        code = diagnosed(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        print(f"error: cannot write the report: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return code
-
-
-def diagnosed(arguments: Sequence[str]) -> int:
     """Look at what the command line names, print what is found, and return the exit code."""
     parser = build_parser()
     options = parser.parse_args(arguments)

@@ -10,6 +10,7 @@ from ddp_lab.runtime.early import begin
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.process.environment import prepare_process
 from ddp_lab.runtime.process.launcher import adopt_launcher
+from ddp_lab.runtime.process.output import guard_output
 from ddp_lab.runtime.watch.phases import long_phases_said
 from ddp_lab.strategy.registry import Registry
 
@@ -22,6 +23,8 @@ def train_from_command_line(
     prog: str | None = None,
 ) -> int:
     """Train as the command line says (`parse_config`), in this rank, and return the exit code."""
+    if arguments is None:
+        guard_output(goes_on=True)
     adopt_launcher(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; the watcher answers it later
     config = begin(parse_config(description, registry, aliases, arguments, prog), arguments)
