@@ -15,6 +15,7 @@ from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.process.environment import sees_gpu
 from ddp_lab.runtime.process.launcher import adopt_launcher
 from ddp_lab.runtime.process.torchrun import quiet_torchrun, start_ranks
+from ddp_lab.runtime.watch.processes import Stopped
 
 ABOUT = "Train a model with one strategy."
 PROG = "ddp-lab train"
@@ -58,13 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     quiet_torchrun()
     try:
         return 0 if start_ranks(config.label, ranks, flags) else 1
-    except KeyboardInterrupt:  # torch is being imported
-        number = int(signal.SIGINT)
-    except Exception as error:
-        number = int(getattr(error, "sigval", 0))
-        if not number:
-            raise
-        if getattr(error, "is_said", False):
-            return 128 + number
-    print(f"error: {config.label}: stopped by {signal.Signals(number).name} before training began", file=sys.stderr)
-    return 128 + number
+    except Stopped as stopped:
+        if not stopped.is_said:
+            name = signal.Signals(stopped.number).name
+            print(f"error: {config.label}: stopped by {name} before training began", file=sys.stderr)
+        return 128 + stopped.number

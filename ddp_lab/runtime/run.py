@@ -26,7 +26,15 @@ from ddp_lab.runtime.data.batches import batches_of_steps, collated, planned_ste
 from ddp_lab.runtime.data.lora import save_adapter
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
 from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
-from ddp_lab.runtime.errors import AgreedError, NonFiniteError, OneRankError, UserError, leave_as_one
+from ddp_lab.runtime.errors import (
+    ERROR_FILE,
+    AgreedError,
+    NonFiniteError,
+    OneRankError,
+    UserError,
+    leave_as_one,
+    speaks_for_node,
+)
 from ddp_lab.runtime.generation import generate, require_generates
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.loop import Plan, TrainingResult, evaluate, train
@@ -75,7 +83,7 @@ def run(
         line = f"error: {config.label}: {error}"
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # it may be wrong on this node alone
         fails = is_first_here or isinstance(error, OneRankError)
-        if fails and not error.is_said:
+        if fails and not error.is_said and (ERROR_FILE not in os.environ or speaks_for_node()):
             print(line, file=sys.stderr, flush=True)
         leave_as_one(line, 1, fails)
         return 1

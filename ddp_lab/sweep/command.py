@@ -19,13 +19,14 @@ from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.data.found import require_found
 from ddp_lab.runtime.data.workloads import WORKLOADS, import_libraries, resolve_workload
-from ddp_lab.runtime.early import BATCH
+from ddp_lab.runtime.early import BATCH, require_room
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.process.environment import sees_gpu
 from ddp_lab.runtime.process.torchrun import quiet_torchrun
 from ddp_lab.runtime.settings.file import with_config_file
 from ddp_lab.runtime.watch.phases import long_phases_said
+from ddp_lab.runtime.watch.processes import answer_signals
 from ddp_lab.sweep.passes import planned, train
 from ddp_lab.sweep.runs import Runs
 from ddp_lab.sweep.state import SweepState
@@ -50,13 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # between two runs
-        return interrupted(signal.SIGINT, state)
-    except Exception as error:
-        number = getattr(error, "sigval", None)  # torchrun's SignalException, whose module takes seconds to import
-        if number is None:
-            raise
-        return interrupted(number, state)
+    except KeyboardInterrupt as error:
+        return interrupted(getattr(error, "number", signal.SIGINT), state)
 
 
 def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
@@ -116,6 +112,7 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
         parser.error(f"RANKS {options.ranks}: must be at least 1")
     if options.passes < 1:
         parser.error(f"--passes {options.passes}: must be at least 1")
+    require_room(options.ranks)
     runs = Runs(family, options.ranks, options.output_dir, options.checkpoint_dir, flags)
     if not runs.gives("--max-steps", "--epochs"):
         steps = SWEEP_STEPS if options.passes == 1 else STEPS_OF_PASS
@@ -186,8 +183,7 @@ def counted(number: int, thing: str) -> str:
 
 def interrupted(number: int, state: SweepState) -> int:
     """Say what is kept, and how to continue. The exit code is that of a process that the signal ended."""
-    for stopping in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stopping, signal.SIG_IGN)  # a second Ctrl-C would only print a traceback
+    answer_signals(signal.SIG_IGN)  # a second Ctrl-C would only print a traceback
     line = f"error: stopped by {signal.Signals(number).name}; {state.kept()}the same command with --resume continues"
     print(line, file=sys.stderr)
     return 128 + number

@@ -1,17 +1,17 @@
 """An entrypoint with one planted fault: torchrun ... tests/faults/main_faulty.py --ddp-choice zero3
 
-It is main_parallel.py with --mesh, else main_ddp.py or main_shard.py.
+It is main_parallel.py with --mesh, else main_ddp.py or main_shard.py; with --ranks it is `ddp-lab train`.
 
 The variable FAULT says what goes wrong where: `kind:rank=1:step=3:at=forward`. `kind` is one of `FAULTS`. `at` is
-`forward`, `backward`, `optimizer`, `trace`, or `collective` (the first one after forward). Ranks that torchrun has
-restarted have no fault.
+`forward`, `backward`, `optimizer`, `trace`, `data`, or `collective` (the first one after forward). Ranks that torchrun
+has restarted have no fault.
 """
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import ddp
 import sharding
 import tensor_parallel
+from ddp_lab.commands import train as command
+from ddp_lab.families import EVERY
 from ddp_lab.runtime.entrypoint import train_from_command_line
 from ddp_lab.strategy.registry import Registry
 
@@ -48,6 +50,27 @@ def crash(strategy: Any) -> None:
 
 def fail(strategy: Any) -> None:
     raise ValueError("planted")
+
+
+def fail_in_bytes(strategy: Any) -> None:
+    """As with a file's name that is not UTF-8."""
+    raise ValueError("planted \udcff")
+
+
+def fail_mute(strategy: Any) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("in __str__")
+
+    raise Mute
+
+
+def ended_by(number: signal.Signals) -> Callable[[Any], None]:
+    def plant(strategy: Any) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    return plant
 
 
 def loop(strategy: Any) -> None:
@@ -153,6 +176,10 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "stop": lambda strategy: os.kill(os.getpid(), signal.SIGSTOP),
     "loop": loop,
     "exit": lambda strategy: os._exit(0),
+    "exit 7": lambda strategy: os._exit(7),
+    "bytes": fail_in_bytes,
+    "mute": fail_mute,
+    **{number.name: ended_by(number) for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGABRT)},
     "memory": eat_memory,
     "extra": extra_collective,
     "extra_in_model": extra_in_model,
@@ -214,6 +241,18 @@ def with_fault(real: type, plan: Plan) -> type:
             plain(profiler, path)
 
         profiling.write_trace = write_trace
+    if plan.at == "data":
+        from ddp_lab.runtime import run
+
+        plain_batches = run.batches_of_steps
+
+        def batches(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            for number, step in enumerate(plain_batches(*args, **kwargs)):
+                if int(os.environ["RANK"]) == plan.rank and number > plan.step:  # it is loaded a step ahead
+                    fault(None)
+                yield step
+
+        run.batches_of_steps = batches
     return Faulty
 
 
@@ -221,7 +260,8 @@ def main() -> int:
     plan = Plan(os.environ["FAULT"])
     choice = sys.argv[sys.argv.index("--ddp-choice") + 1]
     of_one_dimension = ddp if choice in ddp.CHOICES else sharding
-    registry = (tensor_parallel if "--mesh" in sys.argv else of_one_dimension).REGISTRY
+    starts_ranks = "--ranks" in sys.argv
+    registry = EVERY if starts_ranks else (tensor_parallel if "--mesh" in sys.argv else of_one_dimension).REGISTRY
 
     class FaultyRegistry(Registry):
         def load(self, name: str) -> Any:
@@ -229,6 +269,9 @@ def main() -> int:
 
     faulty = FaultyRegistry.__new__(FaultyRegistry)
     faulty.__dict__.update(registry.__dict__)
+    if starts_ranks:
+        command.EVERY = faulty  # the ranks are forked
+        return command.main(sys.argv[1:])
     return train_from_command_line("With a planted fault.", faulty)
 
 

@@ -28,6 +28,7 @@ IN_ORDER = ("simple_ddp", "simple_ddp_ga")
 BY_HAND = (*IN_ORDER, "flat_ddp", "simple_ddp_hook", "simple_ddp_async", "bucket_ddp_async", "zero1", "zero2", "zero3")
 """Choices whose collectives can be replaced in Python."""
 SAVING = ("--checkpoint-every", "2", "--no-profile")
+AFTER_SAVE = ("--checkpoint-every", str(FAULT_STEP), "--no-profile")
 HANG_TIMEOUT_S = 30.0 if torch.cuda.is_available() else 6.0
 """Of a collective. The first ones on a GPU take seconds: connections are made, kernels and the profiler are loaded."""
 MARK = "DDP_LAB_FAULT_RUN"
@@ -47,6 +48,7 @@ class Scenario:
         only: The choices in which it can be planted; empty for all.
         flags: Of the run, in addition to the usual ones.
         mesh: Of the ranks, which the message must then name with their places. Default: two ranks without a mesh.
+        starter: What starts the ranks: `torchrun`, or `ddp-lab train`, which prints the message alone.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Scenario:
     only: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     mesh: str = ""
+    starter: str = "torchrun"
 
     @property
     def ranks(self) -> int:
@@ -85,7 +88,15 @@ SCENARIOS = (
     Scenario("killed while it writes a trace", "kill:at=trace", "killed", "writing a trace"),
     Scenario("crashed (segmentation fault)", "crash:at=forward", "killed", "crashed (Segmentation fault)"),
     Scenario("exit code 0 in forward", "exit:at=forward", "killed", "exited without an error"),
+    *(
+        Scenario(f"{number} in forward", f"{number}:at=forward", "interrupted", f"was stopped by {number}, after")
+        for number in ("SIGHUP", "SIGQUIT", "SIGXCPU")
+    ),
     Scenario("exception in forward", "raise:at=forward", "failed", "ValueError: planted"),
+    Scenario("exception that is not UTF-8", "bytes:at=forward", "failed", "ValueError: planted \\udcff"),
+    Scenario("exception whose __str__ raises", "mute:at=forward", "failed", "Mute: (its text cannot be read"),
+    Scenario("exception in data after a save", "raise:at=data", "failed", "during loading data", flags=AFTER_SAVE),
+    Scenario("data hang after a save", "loop:at=data", "hung", "during loading data", hangs=True, flags=AFTER_SAVE),
     Scenario("stopped (SIGSTOP)", "stop:at=forward", "hung", "is stopped (SIGSTOP)", hangs=True),
     Scenario("endless loop", "loop:at=optimizer", "hung", "hangs", hangs=True),
     Scenario("another collective", "extra:at=forward", "mismatched", "differs between ranks"),
@@ -98,6 +109,17 @@ SCENARIOS = (
     Scenario("disk full, checkpoint", "disk:at=forward", "failed", "checkpoint", names_place=False, flags=SAVING),
     Scenario("slow rank", "slow:at=forward", "completed", "", names_place=False),
 )
+
+OF_OURS = tuple(
+    replace(scenario, name=f"{scenario.name}, ddp-lab train", starter="ddp-lab train")
+    for scenario in (
+        *SCENARIOS[:1],
+        Scenario("exit code 7 in forward", "exit 7:at=forward", "killed", "exited without an error"),
+        Scenario("aborted (SIGABRT)", "SIGABRT:at=forward", "killed", "crashed (Aborted)"),
+        *(scenario for scenario in SCENARIOS if scenario.fault in ("crash:at=forward", "SIGHUP:at=forward")),
+    )
+)
+"""A rank ends without its error file. `torchrun` blames it, and another rank has said why."""
 
 SMALL_LM = ("--workload", "sample-lm", "--sequence-length", "16", "--no-profile")
 ON_MESH = tuple(
@@ -157,7 +179,9 @@ class Outcome:
         if scenario.names_place and self.errors:
             words = [f"step {FAULT_STEP}"] + [scenario.named] * (scenario.how != "mismatched")
             found += [f"the message lacks '{word}': {self.errors[0]}" for word in words if word not in self.errors[0]]
-        if fails and self.errors and self.errors[0] not in self.output.rpartition("Root Cause")[2]:
+        if scenario.starter != "torchrun":
+            found += ["more is said than the message"] * (self.output.count("\n") > 1)
+        elif fails and self.errors and self.errors[0] not in self.output.rpartition("Root Cause")[2]:
             found.append("torchrun's root cause is not the message")
         if ended.get("how") != scenario.how:
             found.append(f"recorded as {ended.get('how')}")
@@ -183,8 +207,10 @@ def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float =
         flags += ["--timeout-minutes", str(HANG_TIMEOUT_S / 60)]
     environment = os.environ | {"FAULT": scenario.plan, "FAULT_TIME_FILE": str(moment)}
     environment |= {MARK: mark, "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={scenario.ranks}"]
-    command = [*launcher, SCRIPT, *flags]
+    command = [sys.executable, SCRIPT, *flags, "--ranks", str(scenario.ranks)]
+    if scenario.starter == "torchrun":
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={scenario.ranks}"]
+        command = [sys.executable, *launcher, SCRIPT, *flags]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -21,6 +21,7 @@ from ddp_lab.runtime.run import train_and_record
 from tests.faults.scenarios import (
     IN_STAGES,
     MARK,
+    OF_OURS,
     ON_MESH,
     ROOT,
     SCENARIOS,
@@ -31,12 +32,18 @@ from tests.faults.scenarios import (
 )
 from tests.ranks import RankPool
 from tests.runtime.test_run import record_of
+from tests.tables import each_row
 
-NAMED = {scenario.name: scenario for scenario in SCENARIOS}
+NAMED = {scenario.name: scenario for scenario in (*SCENARIOS, *OF_OURS)}
+OFTEN = ("SIGHUP in forward, ddp-lab train", "exception whose __str__ raises", "exception in data after a save")
 QUICK = [("rank 0 killed in forward", "pytorch_ddp")]
 FLAT_DDP = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_ddp.py"]
 FLAT_DDP += ["--ddp-choice", "flat_ddp", *TINY]
 SIGNALS_TRIED = [(signal.SIGTERM, "torchrun"), (signal.SIGINT, "ddp-lab")]
+
+
+can_mount = subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode == 0
+needs_mounts = pytest.mark.skipif(not can_mount, reason="no mounts of our own here")
 
 
 def require_ends_well(scenario: Scenario, choice: str, folder: Path) -> None:
@@ -51,8 +58,14 @@ def test_a_fault_is_named_and_ends_the_run(tmp_path: Path, name: str, choice: st
     assert flights == ["rank_0.flight.json", "rank_1.flight.json"]  # also of the rank that was killed
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in NAMED if name not in dict(QUICK)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.exhaustive)
+        for name in NAMED
+        if name not in dict(QUICK)
+    ],
+)
 def test_every_fault(tmp_path: Path, name: str) -> None:
     require_ends_well(NAMED[name], "simple_ddp", tmp_path)
 
@@ -79,7 +92,7 @@ def test_a_fault_in_a_stage_ends_all(tmp_path: Path, scenario: Scenario) -> None
     ("sent", "to"),
     [
         pytest.param(sent, to, marks=pytest.mark.slow if (sent, to) in SIGNALS_TRIED else pytest.mark.exhaustive)
-        for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+        for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
         for to in ("torchrun", "rank 1", "ddp-lab")
         if (sent, to) != (signal.SIGKILL, "ddp-lab")  # whose ranks' log folder would stay
     ],
@@ -108,6 +121,80 @@ def test_signals(tmp_path: Path, sent: signal.Signals, to: str) -> None:
         assert f"stopped by {sent.name}, after step {ended['step']} of " in said[0] or sent == signal.SIGKILL
     if to == "rank 1":
         assert ended["rank"] == 1 and "rank 1 was" in ended["message"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_a_signal_while_torch_loads(tmp_path: Path, sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "ddp_lab", "train", "flat_ddp", *TINY, "--output-dir", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and "load torch" in process.stdout.readline()
+    time.sleep(0.5)
+    process.send_signal(sent)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + sent
+    assert errors == f"error: flat_ddp: stopped by {sent.name} before training began\n"
+
+
+def test_nohup_lasts() -> None:
+    script = "import signal; from ddp_lab.runtime.watch.processes import STOPPING; print(signal.SIGHUP in STOPPING)"
+    answers = [
+        subprocess.run([*before, sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True).stdout
+        for before in ([], ["nohup"])
+    ]
+    assert answers == ["True\n", "False\n"]
+
+
+LOST = "warning: cannot write to standard output: {}; the run goes on without"
+LITTLE_SHM = 'unshare -Urm sh -c \'mount -t tmpfs -o size=4k none /dev/shm && $0 "$@"\' "$@"'
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "says"),
+    [
+        ('ulimit -n 40; "$@"', 2, "raise ulimit -n"),
+        pytest.param('"$@" >&-', 0, "", marks=pytest.mark.slow),
+        pytest.param('"$@" >/dev/full', 0, LOST.format("No space left on device"), marks=pytest.mark.slow),
+        pytest.param('set -o pipefail; "$@" | true', 0, LOST.format("Broken pipe"), marks=pytest.mark.slow),
+        pytest.param(LITTLE_SHM, 1, "/dev/shm is full", marks=[pytest.mark.slow, needs_mounts]),
+    ],
+)
+def test_what_a_shell_withholds(tmp_path: Path, shell: str, code: int, says: str) -> None:
+    """At most one line, and a record where the run can go on."""
+    command = [sys.executable, "-m", "ddp_lab", "train", "flat_ddp", "--ranks", "2", *TINY, "--max-steps", "2"]
+    answer = subprocess.run(
+        ["bash", "-c", shell, "bash", *command, "--no-eval", "--no-profile", "--output-dir", str(tmp_path)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    assert answer.returncode == code and says in answer.stderr and answer.stderr.count("\n") == bool(says)
+    assert code or record_of(tmp_path, "flat_ddp")["ended"]["how"] == "completed"
+
+
+FULL = "error: cannot write to standard output: No space left on device\n"
+GOES_ON = "from ddp_lab.runtime.process.output import guard_output; guard_output(True); print(1, flush=True); print(2)"
+
+
+@each_row(
+    "shell, code, says",
+    [
+        (
+            '"$0" -m ddp_lab --version >/dev/full',
+            1,
+            FULL,
+        ),
+        (
+            '"$0" -m ddp_lab train --help >/dev/full',
+            1,
+            FULL,
+        ),
+        ('set -o pipefail; "$0" -m ddp_lab --help | true', 1, ""),
+        ('"$0" -m ddp_lab --version >&-', 0, ""),
+        (f"\"$0\" -c '{GOES_ON}' >/dev/full", 0, LOST.format("No space left on device") + "\n"),
+        (f"\"$0\" -c '{GOES_ON}' >/dev/full 2>/dev/full", 0, ""),
+    ],
+)
+def test_a_lost_output_shows_no_traceback(shell: str, code: int, says: str) -> None:
+    answer = subprocess.run(["bash", "-c", shell, sys.executable], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (answer.returncode, answer.stderr) == (code, says)
 
 
 def stopped_by_a_signal(settings: dict[str, Any]) -> None:

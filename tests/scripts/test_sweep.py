@@ -19,6 +19,7 @@ from ddp_lab.commands.compare import LABEL
 from ddp_lab.runtime.checkpoint.manifest import folder_name
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.watch.processes import STOPPING
 from ddp_lab.sweep import command as script
 from ddp_lab.sweep import passes
 from ddp_lab.sweep.meshes import mesh_flags, mesh_labels, mesh_setting, place
@@ -66,7 +67,7 @@ class Sweep:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(error),
         ):
-            handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            handlers = {number: signal.getsignal(number) for number in STOPPING}
             try:
                 code = script.main(command)
             except SystemExit as stop:
@@ -101,7 +102,7 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep: Sweep, last: int) -> Non
     sweep.run(train=stopped_in(CHOICES[3]))
     answer = sweep.run(train=stopped_in(CHOICES[last]))
     assert answer.returncode == 130 and "the same command with --resume continues" in answer.stderr
-    assert sweep.ignored == [signal.SIGINT, signal.SIGTERM], "a second Ctrl-C shows no traceback"
+    assert sweep.ignored == STOPPING, "a second Ctrl-C shows no traceback"
     answer = sweep.run("--resume")
     assert answer.returncode == 0 and list(sweep.asked) == CHOICES[last:]
     again = sweep.run("--resume")
@@ -359,13 +360,20 @@ def test_mistakes_in_meshes_are_one_line(mesh_sweep: Sweep, ranks: str, argument
 # Ranks under torchrun ------------------------------------------------------------------------------------------------
 
 SWEEP = """
-import os, signal, socket, sys
+import os, signal, socket, sys, time
 from torch import distributed
+from ddp_lab.runtime.errors import tell_torchrun
 from ddp_lab.runtime.process import torchrun
 
 def rank(how):
     if how == "is killed" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "is blamed":
+        if os.environ["RANK"] == "1":
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        tell_torchrun("error: rank 0 knows why")
+        print("error: rank 0 knows why", file=sys.stderr, flush=True)
     if how == "exits":
         sys.exit(3)
     if how == "says why":
@@ -390,7 +398,7 @@ assert distributed.TCPStore.__name__ == "TCPStore"
 
 def test_each_failure_is_one_line_and_nobody_else_can_join() -> None:
     """What `torchrun` prints of a failure is not shown, but all that ranks print is."""
-    kinds = ["exits", "says why", "is killed", "can be reached from elsewhere"]
+    kinds = ["exits", "says why", "is killed", "is blamed", "can be reached from elsewhere"]
     command = [sys.executable, "-c", SWEEP, *kinds]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0 and answer.stdout == ""
@@ -401,6 +409,8 @@ def test_each_failure_is_one_line_and_nobody_else_can_join() -> None:
         "says why False",
         "error: flat_ddp: ... failed: Signal 9 (SIGKILL) received by ...",
         "is killed False",
+        "error: ... knows why",
+        "is blamed False",
         "can be reached from elsewhere True",
     ]
 

@@ -1,5 +1,6 @@
 """Starts the ranks of this node."""
 
+import errno
 import logging
 import os
 import signal
@@ -12,18 +13,22 @@ from pathlib import Path
 
 from ddp_lab.runtime.process.environment import quiet_libraries, sees_gpu
 from ddp_lab.runtime.watch.phases import during, long_phases_said, record_phases_in
+from ddp_lab.runtime.watch.processes import STOPPING, Stopped, answer_signals, raise_stopped, require_not_stopped
 
 QUIET = quiet_libraries() | {
     "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds until torchrun kills a rank that does not end
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in STOPPING),
 }
 """Read when torch is imported, here and in the ranks. What the user has set stays."""
 
 
 def quiet_torchrun() -> None:
-    """Set `QUIET`. Call it before torch is imported."""
+    """Set `QUIET`, and let signals raise `Stopped` while torchrun does not answer them. Call it before torch is
+    imported."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    answer_signals(raise_stopped)
 
 
 def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
@@ -33,11 +38,12 @@ def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
     Ranks without a GPU are forked: they need not import torch, which takes most of a start. A forked process cannot use
     CUDA if its parent has.
 
-    A signal that ends it raises torch's `SignalException`, whose `is_said` tells whether a rank has said so.
-
     Args:
         label: Of the run, for that line.
         flags: Of the command line.
+
+    Raises:
+        Stopped: a signal has ended it; says whether a rank has said so.
     """
     forks = not sees_gpu()
     with long_phases_said(label), during("starting the ranks"):  # which say what they import
@@ -49,44 +55,63 @@ def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
 
         if forks:
             import ddp_lab.runtime.run  # noqa: F401
+    require_not_stopped()
     logging.disable(logging.ERROR)  # torchrun logs that a rank failed, but not why
-    with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, stores_on_loopback():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-            run_id=str(uuid.uuid4()),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            start_method="fork",
-            local_addr=LOOPBACK,
-        )
-        command = ["-u", "-m", "ddp_lab", "train", *flags]
-        try:
-            elastic_launch(config, forked_rank if forks else sys.executable)(*(flags if forks else command))
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            if isinstance(failure.message, dict):  # the rank has left an error file
-                why = failure.message["message"]
-            else:
-                why = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-            if not why.startswith("error: "):  # the rank has not printed it as one line
-                print(f"error: {label}: rank {rank} failed: {why}", file=sys.stderr)
-            return False
-        except SignalException as error:
-            error.is_said = any(Path(log_dir).glob("*/attempt_*/*/error.json"))  # type: ignore[attr-defined]
-            raise
+    try:
+        with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, stores_on_loopback():
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=ranks,
+                logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+                run_id=str(uuid.uuid4()),
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                max_restarts=0,
+                start_method="fork",
+                local_addr=LOOPBACK,
+            )
+            command = ["-u", "-m", "ddp_lab", "train", *flags]
+            try:
+                elastic_launch(config, forked_rank if forks else sys.executable)(*(flags if forks else command))
+            except ChildFailedError as error:
+                rank, failure = error.get_first_failure()
+                if isinstance(failure.message, dict):  # the rank has left an error file
+                    why = failure.message["message"]
+                else:
+                    why = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+                if not is_said(log_dir):
+                    print(f"error: {label}: rank {rank} failed: {why}", file=sys.stderr)
+                return False
+            except SignalException as error:
+                raise Stopped(error.sigval, is_said(log_dir)) from None
+            finally:
+                answer_signals(raise_stopped)
+    except OSError as error:
+        advice = LACKING.get(error.errno or 0, "").format(where=error.filename or "/dev/shm")
+        print(f"error: {label}: cannot start {ranks} ranks: {error.strerror}{advice}", file=sys.stderr)
+        return False
     return True
+
+
+LACKING = {
+    errno.ENOSPC: "; {where} is full: see df -h {where} (in a container /dev/shm has 64 MB, or docker run --shm-size)",
+    errno.EMFILE: "; raise ulimit -n",
+    errno.EAGAIN: "; raise ulimit -u, or end other processes",
+}
+
+
+def is_said(log_dir: str) -> bool:
+    """Whether a rank, perhaps another one than `torchrun` blames, has printed why the run ends (`tell_torchrun`)."""
+    files = Path(log_dir).glob("*/attempt_*/*/error.json")
+    return any('"message": "error: ' in file.read_text() for file in files)
 
 
 def forked_rank(*flags: str) -> None:
     """What a forked rank does. Leaves the process with an exit code unless that is 0."""
     from ddp_lab.__main__ import main
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # the parent's handlers are inherited
+    answer_signals(signal.SIG_DFL)  # the parent's handlers are inherited
     record_phases_in(None)
     try:
         code = main(["train", *flags])

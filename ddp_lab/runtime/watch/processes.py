@@ -4,25 +4,61 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGXCPU, signal.SIGUSR2]
+"""Signals that end a process without a word, unless it answers them; SIGHUP too, but not under nohup."""
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    STOPPING.append(signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended what this process did. `is_said`: a line says so already."""
+
+    def __init__(self, number: int, is_said: bool = False) -> None:
+        self.number, self.is_said = number, is_said
+
+
+_arrived: list[int] = []
+
+
+def raise_stopped(number: int, frame: object) -> NoReturn:
+    """A handler of signals. A library whose import it interrupts may take its error for one of the import."""
+    _arrived.append(number)
+    raise Stopped(number)
+
+
+def require_not_stopped() -> None:
+    """
+    Raises:
+        Stopped: a signal has arrived, and the error was lost.
+    """
+    if _arrived:
+        raise Stopped(_arrived[0])
+
+
+def answer_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
+    """Let `handler` answer all that are `STOPPING`."""
+    for number in STOPPING:
+        signal.signal(number, handler)
 
 
 class SignalReceiver:
-    """Collects SIGINT and SIGTERM. Another thread can then react to them while the training thread is blocked."""
+    """Collects the signals that are `STOPPING`. Another thread can then react to them while the training thread is
+    blocked."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in STOPPING:
-            signal.signal(number, lambda *_: None)
+        answer_signals(lambda *_: None)
 
     def stop(self) -> None:
         signal.set_wakeup_fd(-1)
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_DFL)
+        answer_signals(signal.SIG_DFL)
 
     def arrived(self, timeout_s: float) -> signal.Signals | None:
         """The signal that has arrived, or None after `timeout_s` seconds."""

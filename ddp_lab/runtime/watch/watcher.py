@@ -120,8 +120,7 @@ class Watcher:
                 if time.monotonic() - self._agreed_at > LEAVE_S:
                     os._exit(1)
                 continue
-            if os.getppid() != self._parent:  # a forked rank gets a signal then, too
-                self.end(ExitReason.now("orphaned", "torchrun has gone"))
+            self._require_parent()
             if arrived:
                 self._end_by(arrived)
             has_one_ended = self._peers.has_one_ended_here()
@@ -145,7 +144,13 @@ class Watcher:
                     suspected, compared = found, counts
 
     def _end_by(self, arrived: signal.Signals) -> NoReturn:
+        self._require_parent()
         self.end(ExitReason.now("signal", arrived.name), code=128 + arrived)
+
+    def _require_parent(self) -> None:
+        """End if the parent has gone, of which a forked rank is told by a signal, too."""
+        if os.getppid() != self._parent:
+            self.end(ExitReason.now("orphaned", "torchrun has gone"))
 
     def end(self, reason: ExitReason, code: int = 1) -> NoReturn:
         """End this process, and with it the run, after one rank has reported. The first thread to call this does it."""
