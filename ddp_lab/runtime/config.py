@@ -95,7 +95,7 @@ RULES: Rules = (
     *each_only(
         lambda c: not c.has_experts,
         "without ep",
-        *("compile", "compress", "reduce_dtype", "param_dtype", "master_dtype", "offload", "overlap_optimizer"),
+        *("compile", "compress", "reduce_dtype", "param_dtype", "offload", "overlap_optimizer"),
         *("lora_rank", "loss_chunks"),
     ),
     (lambda c: c.seed < 2**32, "--seed {0.seed}: must be a whole number from 0 to 4294967295"),

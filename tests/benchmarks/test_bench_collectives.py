@@ -9,7 +9,6 @@ import pytest
 from benchmarks import calls, collectives
 from tests import collective_ranks as planted
 from tests.ranks import RankPool
-from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,26 +40,6 @@ def test_a_lost_rank_leaves_what_was_measured(ranks: RankPool, tmp_path: Path) -
     for rank, message in enumerate(ranks.run(2, planted.bench, tmp_path, flags, planted.connection_lost)):
         assert f"rank {rank} stopped at broadcast fp32 of 1,024 bytes: Connection closed by peer; what" in message
     assert rows_of(tmp_path, 2)["collective"].tolist() == ["all_reduce"] * 2
-
-
-@each_row(
-    ("flags", "expected"),
-    [
-        (["--collectives", "all_reduce,al_gather"], "unknown collective 'al_gather'; did you mean all_gather"),
-        (["--dtypes", "fp23"], "unknown dtype 'fp23'; did you mean"),
-        (["--sizes", "1X"], "--sizes: '1X' is not a size"),
-        (["--sizes", "1K,-4"], "--sizes: '-4' is not a size"),
-        (["--in-a-row", "x"], "--in-a-row: x: must be a whole number of at least 1"),
-        (["--seconds-per-size", "nan"], "must be a number of at least 0.001"),
-        (["--world", "2"], "unrecognized arguments: --world"),
-    ],
-)
-def test_mistakes_are_one_line(flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        collectives.build_parser().parse_args(flags)
-    said = capsys.readouterr()
-    assert stop.value.code == 2 and said.out == ""
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and expected in said.err
 
 
 def test_flags_and_columns_are_documented() -> None:

@@ -13,7 +13,6 @@ from benchmarks.strategies import measure, parse, show
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from tests.ranks import RankPool
-from tests.tables import each_row
 
 CPU = torch.device("cpu")
 FLAGS = ["--workload", "mlp", "--depth", "2", "--width", "8", "--rounds", "1"]
@@ -63,21 +62,6 @@ def on_meshes(choices: str) -> pd.DataFrame:
     config = RunConfig(workload="sample-lm", task="causal-lm", train_samples=8, eval_samples=1, grad_accum_steps=1)
     with ExitStack() as stack:
         return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
-
-
-@each_row(
-    ("choice", "expected"),
-    [
-        ("zero9", "unknown strategy 'zero9'"),
-        ("zero1:bucket=1", "unknown setting 'bucket'"),
-        ("zero1:bucket_cap_mb=x", "bucket_cap_mb cannot be 'x'"),
-    ],
-)
-def test_mistakes_in_a_choice(capsys: pytest.CaptureFixture[str], choice: str, expected: str) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--choices", choice])
-    error = capsys.readouterr().err
-    assert expected in error and error.count("\n") == 1
 
 
 def test_host_time_of_choices(ranks: RankPool) -> None:

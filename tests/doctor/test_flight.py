@@ -5,12 +5,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from ddp_lab.doctor.comparison import compare
 from ddp_lab.doctor.reading.flight_recorder import read_dump
 from ddp_lab.doctor.reading.inputs import read_inputs
-from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 
 DATA = Path(__file__).parents[1] / "data" / "doctor"
@@ -115,25 +112,6 @@ def test_dumps_of_torch_2_15_on_gloo() -> None:
     assert [dump.rank for dump in facts.dumps] == [0, 1, 2]
     (found,) = facts.divergences
     assert (found.what, found.seq, found.ranks) == ("behind", 4, [1]) and "default_pg" in found.group
-
-
-@each_row(
-    ("content", "expected"),
-    [
-        (
-            {"version": 1, "rank": "x", "world_size": 1, "step": 1, "entries": []},
-            "Expected `int`, got `str` - at `$.rank`",
-        ),
-        ({"version": 1, "rank": 0, "world_size": 1, "step": 1, "entries": [{}]}, "missing required field `seq`"),
-        ({"version": 2, "rank": 0, "world_size": 1, "step": 1, "entries": []}, "version 2 of the flight recorder's"),
-        ({"version": "2.10", "pg_config": {}, "entries": "no"}, "Expected `array`, got `str`"),
-        ({"version": "2.10", "pg_config": {}, "entries": []}, "put it into the file's name: rank_0.json"),
-    ],
-)
-def test_what_is_no_dump_is_one_line(content: Any, expected: str) -> None:
-    with pytest.raises(UserError) as error:
-        read_dump("some.json", content)
-    assert expected in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:

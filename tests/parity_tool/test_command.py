@@ -35,24 +35,6 @@ def test_recorded_runs(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFi
     assert "step_00001.rank_00001.parquet: is damaged; record the run again" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "give --choice NAME, or the folders of two recorded runs"),
-        (["nowhere", "there"], "nowhere: no recorded run; ddp_lab.parity.watch(model, 'nowhere')"),
-        (["--choice", "zero4"], "strategy 'zero4'"),
-        (["--choice", "zero3", "--mesh", "dp=3", "--ranks", "2"], "dp=3"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert len(error.splitlines()) == 1
-
-
 def test_tensors_of_a_module_are_kept_whole(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

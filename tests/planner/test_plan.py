@@ -392,46 +392,6 @@ def test_contention_is_assumed_on_gpus_alone_or_given() -> None:
     assert given.contention == 1.4 and given.sources[-1].endswith("(as given).")
 
 
-SMOL = ["--model", "SmolLM2-360M"]
-MESHED = [*TINY, "--gpus", "4xL4", "--link", "pcie4", "--mesh"]
-
-
-@each_row(
-    ("arguments", "expected"),
-    [
-        (["pln"], "unknown command 'pln'; did you mean plan"),
-        ([*SMOL], "the following arguments are required: --gpus"),
-        ([*SMOL, "--gpus", "2xL4"], "--link is missing: L4 has none of its own; give pcie4"),
-        (["--model", "SmolLM2-361M", *WHERE], "unknown model 'SmolLM2-361M'; did you mean SmolLM2-360M"),
-        (WHERE, "no model: give --model, or --d-model, --d-ff and --layers"),
-        (["--d-model", "64", "--layers", "1", *WHERE], "--d-ff is missing"),
-        (
-            ["--task", "causal-lm", "--model", "resnet-50", *WHERE],
-            "resnet-50 takes images; leave the flag out",
-        ),
-        ([*TINY, "--heads", "5", *WHERE], "--heads 5: --d-model 64 must divide"),
-        ([*SMOL, "--gpus", "2xL40", "--link", "pcie4"], "unknown device 'L40'; did you mean L4"),
-        ([*SMOL, *WHERE, "--global-batch-size", "7"], "--global-batch-size 7 does not divide"),
-        ([*SMOL, *WHERE, "--choices", "zero4"], "--choices: unknown strategy 'zero4'; did you mean zero"),
-        (["--model", "gpt2", *WHERE, "--sequence-length", "2048"], "openai-community/gpt2 has 1024 positions"),
-        ([*SMOL, *WHERE, "--record", "nowhere.json"], "nowhere.json"),
-        ([*MESHED, "dp=2,pp=2"], "--mesh with pp: LlamaForSequenceClassification has no blocks"),
-        ([*MESHED, "dp=4", "--pipeline-schedule", "gpipe"], "must be with --mesh and pp above 1"),
-        ([*MESHED, "dp=2,ep=2"], "--mesh with ep: LlamaForSequenceClassification has no experts that are known here"),
-        ([*MESHED, "dp=4", "--router-bias", "0.1"], "must be with --mesh and ep"),
-        ([*MESHED, "dp=4,tp=2"], "--mesh dp=4,tp=2 has 4 x 2 = 8 ranks, and the job has 4"),
-        ([*MESHED, "tp=4", "--heads", "2"], "has 2 heads, which 4 ranks of tp cannot share"),
-        ([*MESHED, "dp=4", "--sequence-parallel"], "--sequence-parallel: must be with --mesh and tp above 1"),
-        ([*MESHED, "dp=2,tp=2", "--heads", "2", "--choices", "flat_ddp"], "flat_ddp does not go with dp=2,tp=2"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
-    answer = plan(*arguments)
-    assert answer.returncode == 2 and answer.stdout == "", answer.stdout
-    said = answer.stderr.removeprefix("loading torch\n")
-    assert said.startswith("error: ") and said.count("\n") == 1 and expected in said
-
-
 # Documentation ------------------------------------------------------------------------------------------------------
 
 

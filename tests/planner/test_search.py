@@ -153,21 +153,6 @@ def test_search_from_beginning_to_end(tmp_path: Path) -> None:
     assert found.fits[0] == "yes" and found.micro_batch_size.max() == 4 and set(found["compile"]) == {"yes", "no"}
 
 
-@each_row(
-    ("flags", "expected"),
-    [
-        ([], "give --global-batch-size or --tokens-per-step, one of them"),
-        (["--tokens-per-step", "1e4", "--global-batch-size", "8"], "one of them"),
-        (["--global-batch-size", "8", "--choices", "zero4"], "--choices: unknown strategy 'zero4'"),
-        (["--global-batch-size", "7", "--mesh", "dp=2"], "--global-batch-size 7 does not divide"),
-    ],
-)
-def test_mistakes_are_one_line(flags: list[str], expected: str) -> None:
-    answer = run_in_process(script, "search", "--model", "gpt2", "--gpus", "2xL4", "--link", "pcie4", *flags)
-    said = answer.stderr.removeprefix("loading torch\n")
-    assert answer.returncode == 2 and said.startswith("error: ") and said.count("\n") == 1 and expected in said
-
-
 def test_what_cannot_fit_says_what_would() -> None:
     """Adam's states of 7.6 billion parameters on 2 L4."""
     what = ["search", "--model", "Qwen2.5-7B", "--gpus", "2xL4", "--link", "pcie4", "--global-batch-size", "2"]

@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Shard
 
-from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import TENSOR, Mesh, mesh_groups
 from tensor_parallel.plan import Column, Row, read_plan
 from tests.ranks import RankPool
-from tests.tables import each_row
 
 degrees = st.fixed_dictionaries({"dp": st.integers(1, 5), "tp": st.integers(1, 4)})
 
@@ -32,21 +30,6 @@ def test_ranks_and_coordinates(given_degrees: dict[str, int]) -> None:
         assert list(parsed.degrees.items()) == list(mesh.degrees.items())
 
 
-@each_row(
-    "text, wanted",
-    [
-        ("dp2", "'dp2' is none of dp, replicate, shard, ep, pp, cp, tp"),
-        ("dp=0", "dp must be a whole number of ranks, at least 1"),
-        ("dp=2,dp=2", "dp is there twice"),
-        ("dp=２", "dp must be a whole number of ranks, at least 1"),
-        ("dp=2,shard=2", "either dp, or replicate and shard"),
-    ],
-)
-def test_mistakes(text: str, wanted: str) -> None:
-    with pytest.raises(UserError, match=wanted):
-        Mesh.parse(text)
-
-
 def test_a_mesh_must_fit_the_ranks() -> None:
     mesh = Mesh.parse("dp=2,tp=4")
     mesh.require_ranks(8, 4)
@@ -54,22 +37,6 @@ def test_a_mesh_must_fit_the_ranks() -> None:
         mesh.require_ranks(6, 6)
     with pytest.raises(UserError, match="the 4 ranks of tp, the innermost dimension, do not stay within nodes of 2"):
         mesh.require_ranks(8, 2)
-
-
-@each_row(
-    "settings, wanted",
-    [
-        ({"sequence_parallel": True}, "--sequence-parallel: must be with --mesh and tp above 1"),
-        ({"plan": "plan.toml", "mesh": "dp=2"}, "--plan plan.toml: must be with --mesh and tp or pp above 1"),
-        ({"mesh": "tp=2", "compile": True}, "--compile: must be without tp"),
-        ({"mesh": "tp=2", "loss_chunks": 2}, "--loss-chunks 2: must be without tp"),
-        ({"mesh": "tp=2", "lora_rank": 2}, "--lora-rank 2: must be without tp"),
-        ({"mesh": "tp=2", "overlap_optimizer": True}, "--overlap-optimizer with --mesh tp=2: must be without tp"),
-    ],
-)
-def test_settings_that_do_not_fit(settings: dict, wanted: str) -> None:
-    with pytest.raises(UserError, match=wanted):
-        RunConfig.of(choice="tp", **settings)
 
 
 def test_plans_from_files(tmp_path: Path) -> None:

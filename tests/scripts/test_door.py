@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_lab.__main__ import help_text, main
+from ddp_lab.__main__ import help_text
 from ddp_lab.commands import COMMANDS
-from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,30 +34,6 @@ def test_docs_list_every_command() -> None:
     section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab`\n")[1].split("\n## ")[0]
     documented = re.findall(r"`([a-z-]+)[ A-Z]*`", "".join(re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)))
     assert sorted(documented) == sorted([*COMMANDS, "completion"])
-
-
-@each_row(
-    ("arguments", "expected"),
-    [
-        (["docter"], "unknown command 'docter'; did you mean doctor"),
-        (["train", "zero4"], "unknown strategy 'zero4'; did you mean zero3"),
-        (["train", "zero3", "--max-step", "3"], "unknown argument '--max-step'; did you mean --max-steps"),
-        (["train", "zero3", "--rank", "2"], "unknown argument '--rank'; did you mean --ranks"),
-        (["train", "--ranks", "2"], "name a strategy first, as in: ddp-lab train zero3"),
-        (["sweep", "ddp", "2", "--choices", "x"], "(see ddp-lab sweep --help)"),
-        (["compare", "profile/a", "profile/b"], "profile/b: takes one folder (its latest two runs); for several"),
-        (["compare", "ddp", "--output", "x"], "unknown argument '--output'; did you mean --output-dir"),
-        (["train", "zero3", "--ranks", "0"], "0: must be a whole number of at least 1"),
-        (["bench", "strategy"], "unknown program 'strategy'; did you mean strategies"),
-        (["completion", "csh"], "invalid choice: 'csh'"),
-    ],
-)
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    said = capsys.readouterr()
-    assert left.value.code == 2 and said.out == ""
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and expected in said.err
 
 
 def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:

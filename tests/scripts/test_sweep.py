@@ -217,27 +217,6 @@ def test_without_a_gpu_a_sweep_shows_the_physics(
         assert parse_config("", ddp.REGISTRY, (), arguments).link == link
 
 
-@each_row(
-    ("arguments", "expected"),
-    [
-        (["--resume", "latest"], "--resume latest: a sweep continues with its own choices, so give --resume alone"),
-        (["--resume=runs/step_00000002"], "--ddp-choice NAME --resume runs/step_00000002"),
-        (["--checkpoint-dir", "saved"], "must be with --checkpoint-every or --resume"),
-        (["--shard-choice", "zero1"], "for one, use torchrun main_ddp.py"),
-        (["--ddp-choice=flat_ddp"], "for one, use torchrun main_ddp.py"),
-        (["--grad-accum-steps", "3", "--global-batch-size", "8"], "the nearest that does: 6 or 12"),
-        (["--sed", "1"], "unknown argument '--sed'; did you mean --seed"),
-        (["--config", "/nowhere.toml"], "cannot be read"),
-        (["--workload", "yelp", "--dataset", "/nowhere.csv"], "no such file or folder"),
-    ],
-)
-def test_mistakes_are_one_line(sweep: Sweep, arguments: list[str], expected: str) -> None:
-    """None is found by each run anew."""
-    answer = sweep.run(*arguments)
-    assert answer.returncode == 2 and answer.stdout == "" and not sweep.asked
-    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
-
-
 def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> None:
     """But for the choice; flags on the command line win, also those that the sweep would set itself."""
     path = sweep.folder / "run.toml"
@@ -337,24 +316,6 @@ def test_a_sweep_over_one_mesh_runs_every_choice(mesh_sweep: Sweep, mesh: str, l
     for choice, reason in left_out.items():
         assert f"{choice}@{behind}: left out: {reason}" in answer.stdout
     assert answer.stdout.count("left out") == len(left_out)
-
-
-@each_row(
-    ("ranks", "arguments", "expected"),
-    [
-        ("4", ["--sequence-parallel"], "--sequence-parallel: goes with --mesh; without it, some runs have it"),
-        ("4", ["--mesh", "dp=2,tp=4"], "--mesh dp=2,tp=4 has 2 x 4 = 8 ranks, and the job has 4"),
-        ("4", ["--mesh", "xp=4"], "'xp' is none of dp, replicate, shard, ep, pp, cp, tp"),
-        ("4", ["--global-batch-size", "12"], "--grad-accum-steps 2 x 4 ranks = 8; the nearest that does: 8 or 16"),
-        ("4", ["--plan", "mine.toml"], "--plan mine.toml: must be with --mesh and tp or pp above 1"),
-        ("1", [], "RANKS 1: a mesh to compare has at least 2; give more, or --mesh"),
-    ],
-)
-def test_mistakes_in_meshes_are_one_line(mesh_sweep: Sweep, ranks: str, arguments: list[str], expected: str) -> None:
-    mesh_sweep.of = ["parallel", ranks]
-    answer = mesh_sweep.run(*arguments)
-    assert answer.returncode == 2 and answer.stdout == "" and not mesh_sweep.asked
-    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
 
 
 # Ranks under torchrun ------------------------------------------------------------------------------------------------

@@ -165,25 +165,3 @@ def test_runs_from_elsewhere_and_without_traces(zero3: Path, tmp_path: Path) -> 
     assert table.loc["step time", "baseline"] == pytest.approx(200, rel=0.02)
     assert table.loc["collectives", "baseline"] == 1 and np.isnan(table.loc["collectives", "run"])
     assert table.loc["collectives", "result"] == table.loc["eval loss", "result"] == "unknown"
-
-
-@each_row(
-    ("arguments", "code", "expected"),
-    [
-        (["FOLDER/.."], 1, "has 0 completed run(s), and two are compared; train again, or give --baseline and --run"),
-        (["FOLDER", "--baseline", "nobody"], 1, f"no such run record; runs in FOLDER: {OLD}, {NEW}"),
-        (["FOLDER", "--baseline", OLD, "--run", "nobody.run.json"], 1, "nobody.run.json: no such run record"),
-        (["nowhere", "--baseline", OLD], 1, "nowhere: no such folder; give ddp, sharding, parallel, or profile/"),
-        (["FOLDER", "--baseline", OLD, "--fail-above", "-1"], 2, "-1: must be a number of percent, 0 or more"),
-        (["FOLDER", "--baseline", OLD, "--fail-above", "much"], 2, "argument --fail-above: invalid"),
-        (["ddp", "--baseline", OLD], 2, "--baseline is for two runs of one choice"),
-        (["ddp", "--fail-above", "3"], 2, "--fail-above is for two runs of one choice"),
-        (["ddp", "--allow-different", "colour"], 2, "learning-rate"),
-    ],
-)
-def test_mistakes_are_one_line(zero3: Path, arguments: list[str], code: int, expected: str) -> None:
-    given = [argument.replace("FOLDER", str(zero3)) for argument in arguments]
-    answer = compare_runs(*given)
-    assert answer.returncode == code and answer.stdout == ""
-    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
-    assert expected.replace("FOLDER", str(zero3)) in answer.stderr

@@ -20,7 +20,6 @@ from ddp_lab.planner.costs.kernels import SIZES, Sizes, attention, calls_of, on_
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, simulate_step
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted
 from tests.in_process import run_in_process
 from tests.ranks import RankPool
@@ -153,32 +152,3 @@ def test_a_file_may_be_like_an_entry(tmp_path: Path) -> None:
     assert mine.device.memory_bytes == 2**30 and mine.inside == h100.inside and mine.ranks_per_node == 8
     call = OperatorCall("aten.mm.default", ((2, 2),), ("bfloat16",), 10**12, 100)
     assert mine.device.seconds(call) == h100.device.seconds(call)
-
-
-@each_row(
-    ("text", "says"),
-    [
-        (None, "No such file"),
-        ("[", "not TOML"),
-        ("a = 1", "must have one table .devices.NAME."),
-        ("[devices.x]\nlike = 'H10'", "unknown device 'H10'"),
-        ("[devices.x]\nlike = 'H100'\nbytes_per_s = -1", "bytes_per_s: Expected `float` > 0.0"),
-        ("[devices.x]\nkind = 'cuda'", "required field `memory_mib`"),
-        (
-            "[devices.x]\nlike = 'H100'\nefficiency = { compute = {}, launch_us = 1 }",
-            "efficiency.compute: missing float32",
-        ),
-    ],
-)
-def test_files_that_are_no_entry(text: str | None, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "own.toml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserError, match=says) as raised:
-        hardware.cluster(f"2x{path}", "pcie4")
-    assert "\n" not in str(raised.value)
-
-
-def test_flags_of_a_model_s_step_need_a_model(tmp_path: Path) -> None:
-    answer = run_in_process(script, "record", "--output", str(tmp_path / "c.toml"), "--precision", "bf16")
-    assert answer.returncode == 2 and "--precision is for a model's step: name its --model" in answer.stderr

@@ -112,14 +112,3 @@ def test_only_a_record_of_this_device_and_precision_is_used(content: dict[str, A
     ):
         with pytest.raises(UserError, match=says):
             costs(content, **changes)
-
-
-def test_files_that_are_no_record(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    with pytest.raises(UserError, match="No such file"):
-        record.load(path)
-    old = '{"what": "operators", "schema_version": 2}'
-    for text, says in (("", "not JSON"), ("[]", "not a record"), (old, "of version 2")):
-        path.write_text(text)
-        with pytest.raises(UserError, match=says):
-            record.load(path)

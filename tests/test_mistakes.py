@@ -1,0 +1,87 @@
+"""Each mistake of `mistakes.toml` is one line that says what is wrong, where, and what to do."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import ddp
+from benchmarks import collectives, strategies
+from ddp_lab import __main__ as door
+from ddp_lab.runtime.flags import parse_config
+from tests.in_process import run_in_process
+
+ROOT = Path(__file__).parents[1]
+GROUPS: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "tests" / "mistakes.toml").read_text())
+PROGRAMS: dict[str, Any] = {
+    "ddp-lab": door,
+    "main_ddp.py": SimpleNamespace(__name__="main_ddp", main=lambda given: parse_config("", ddp.REGISTRY, (), given)),
+    "benchmarks/collectives.py": collectives,
+    "benchmarks/strategies.py": strategies,
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_each_mistake_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = {"program": "ddp-lab", "command": "", "code": 2, "files": {}} | GROUPS[name]
+    for path, content in group["files"].items():
+        file = tmp_path / path
+        (file if path.endswith("/") else file.parent).mkdir(parents=True, exist_ok=True)
+        if not path.endswith("/"):
+            file.write_bytes(content.encode("latin-1"))
+    monkeypatch.chdir(tmp_path)
+    lines = {more: [*shlex.split(group["command"]), *shlex.split(more)] for more in group["says"]}
+    if group.get("before_torch"):
+        answers = answers_before_torch([*lines.values()])
+    else:
+        nobody = mock.Mock(side_effect=AssertionError("it trains"))
+        with mock.patch("ddp_lab.sweep.passes.start_ranks", nobody):
+            done = [run_in_process(PROGRAMS[group["program"]], *line) for line in lines.values()]
+        answers = [[(one.returncode, one.stdout * (not group.get("prints")), one.stderr)] for one in done]
+    wrong = []
+    for (more, words), said in zip(group["says"].items(), answers, strict=True):
+        for code, out, error in said:
+            line = error.removeprefix("loading torch\n")
+            is_line = line.startswith("error: ") and line.count("\n") == 1
+            if code != group["code"] or out or not is_line or words not in line:
+                wrong.append(f"{group['command']} {more}: {code} {out}{error}")
+    assert not wrong, "\n".join(wrong)
+
+
+TRY = """
+import contextlib, io, json, os, sys
+from unittest import mock
+from ddp_lab.__main__ import main
+from ddp_lab.commands import train
+train.start_ranks = None
+rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+for line in json.loads(sys.argv[1]):
+    said = []
+    for environ, flags in ((rank, []), ({}, ["--ranks", "2"])):
+        out, error = io.StringIO(), io.StringIO()
+        with mock.patch.dict(os.environ, environ), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            try:
+                code = main([*line, *flags])
+            except SystemExit as left:
+                code = left.code
+        assert "torch" not in sys.modules, line
+        said.append((code, out.getvalue(), error.getvalue()))
+    print(json.dumps(said))
+"""
+
+
+def answers_before_torch(lines: list[list[str]]) -> list[list[tuple[int, str, str]]]:
+    """In a process of their own: what a rank says, and the command that starts ranks."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TRY, json.dumps(lines)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
