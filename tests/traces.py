@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ddp_lab.analysis.record import checked
 from ddp_lab.analysis.traces.reading import RankTrace, parse_trace
 from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
@@ -177,6 +179,16 @@ def record_of_eight_steps(choice: str, step: float) -> dict[str, Any]:
     """The same, of a run of eight steps with 8 samples each, but for the last; traces are of steps 5 and 6."""
     steps = {"train_samples": 60, "step_samples": [8] * 7 + [4], "train_loss": [2.0] * 7 + [1.0]}
     return {**record(choice, step), **steps}
+
+
+RHYTHM = np.tile([1.0, 1.02, 0.98, 1.01], 11)[:41]
+"""Of a machine, over the steps of a run: some are slower."""
+
+
+def timed(choice: str, seconds: float, jitter: float = 0.0, steps: int = 41) -> dict[str, Any]:
+    """The record of a run whose steps but the first were timed; `jitter` makes every other batch slower or faster."""
+    times = (seconds * RHYTHM * (1 + jitter * np.tile([1, 1, 1, 1, -1, -1, -1, -1], 6)[:41]))[:steps]
+    return record_of_eight_steps(choice, seconds) | {"step_time_s": times.tolist()}
 
 
 def memory_of(rank: int, scale: float) -> dict[str, Any]:

@@ -56,22 +56,18 @@ def test_every_flag_is_documented() -> None:
     )
 
 
-def test_nothing_from_a_log_reaches_the_terminal_as_code(tmp_path: Path) -> None:
-    path = tmp_path / "evil.log"
-    path.write_text("h:1:1 [0] NCCL WARN \x1b]0;title\x07\x1b[2J\x9b31m\u202eDuplicate GPU detected [bold]x[/bold]\n")
-    answer = doctor(str(path))
-    assert answer.returncode == 3 and "Duplicate GPU detected [bold]x[/bold]" in answer.stdout
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.stdout)
-
-
-def test_a_flight_record_forges_no_lines(tmp_path: Path) -> None:
+def test_nothing_from_a_file_reaches_the_terminal_as_code(tmp_path: Path) -> None:
+    """Of a log and of a flight record; nor does either forge a line."""
+    warning = "h:1:1 [0] NCCL WARN \x1b]0;title\x07\x1b[2J\x9b31m\u202eDuplicate GPU detected [bold]x[/bold]\n"
+    (tmp_path / "evil.log").write_text(warning)
     forged = "x\x1b[31m\x1b]0;pwned\x07\nVerdict: fake"
     for rank, kind in enumerate(("all_reduce", "broadcast")):
         entry = {"collective_seq_id": 1, "process_group": ["0", forged], "profiling_name": kind, "state": "started"}
         dump = {"version": "2.10", "rank": rank, "entries": [entry], "pg_config": {"0": {"ranks": "[0, 1]"}}}
         (tmp_path / f"fr_{rank}.json").write_text(json.dumps(dump))
     answer = doctor(str(tmp_path), "--all")
-    assert answer.returncode == 3 and "\x1b" not in answer.stdout
+    assert answer.returncode == 3 and "Duplicate GPU detected [bold]x[/bold]" in answer.stdout
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.stdout)
     assert [line for line in answer.stdout.splitlines() if line.startswith("Verdict")] == answer.stdout.splitlines()[:1]
 
 

@@ -17,7 +17,6 @@ from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading import content
 from ddp_lab.doctor.reading.inputs import Inputs, read_inputs, take
 from ddp_lab.doctor.reading.texts import ANSI, LONGEST_LINE, OVERLAP, to_text
-from ddp_lab.untrusted import LIMIT
 from tests.tables import each_row
 
 LINE = "n1:11:12 [0] misc/shmutils.cc:88 NCCL WARN Error: failed to extend /dev/shm/nccl-WU88OE to 9637892 bytes"
@@ -115,10 +114,3 @@ def test_of_a_huge_file_the_end_is_read(pack: Callable[[bytes], bytes], monkeypa
     assert verdict(inputs) == ("shm-full", 20_003)
     assert inputs.facts.processes[0].version == "2.26.2"
     assert "MiB in its middle (" in inputs.looked_at[0] and "lines) left out" in inputs.looked_at[0]
-
-
-def test_a_small_file_that_unpacks_to_a_huge_one_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LIMIT, str(2**17 / 2**30))
-    inputs = Inputs()
-    take(inputs, "log", io.BytesIO(gzip.compress(b"step\n" * 2**16)))
-    assert "0 MiB unpacked; give more by --most-gib, or the end of it" in inputs.looked_at[0]

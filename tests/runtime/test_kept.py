@@ -1,7 +1,5 @@
-"""What a run keeps of text for the next: by content, and never believed if damaged."""
+"""What a run keeps of text for the next, by content. Damaged files: `tests/test_damage.py`."""
 
-import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import pytest
 
 from ddp_lab.runtime.data.documents import Source, Text
 from ddp_lab.runtime.data.kept import cache_folder, kept
-from tests.tables import each_row
 
 VALUES = np.arange(1000, dtype=np.int32)
 
@@ -21,46 +18,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_folder()
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return pytest.fail, ("unpickled",)
-
-
-def saved(array: np.ndarray) -> bytes:
-    path = cache_folder() / "other.npy"
-    np.save(path, array)
-    return path.read_bytes()
-
-
-@each_row(
-    "what, damage",
-    [
-        ("empty", lambda whole: b""),
-        ("cut off", lambda whole: whole[:-5]),
-        ("a bit", lambda whole: whole[:600] + bytes([whole[600] ^ 4]) + whole[601:]),
-        ("no array", lambda whole: b"x" * 5000),
-        ("a pickle", lambda whole: pickle.dumps(Evil())),
-        ("pickled objects", lambda whole: saved(np.array([Evil()], dtype=object))),
-        ("others", lambda whole: saved(np.ones((3, 3)))),
-        ("too short", lambda whole: saved(np.ones(0, dtype=np.int32))),
-    ],
-)
-def test_what_is_damaged_is_made_anew(what: str, damage: Any) -> None:
-    made: list[str] = []
-
-    def make() -> np.ndarray:
-        made.append(what)
-        return VALUES
-
-    first, of_no_file = kept(["key", what], make)
-    again, path = kept(["key", what], make)
-    assert made == [what] and of_no_file is None and path is not None
-    assert again.tolist() == first.tolist() == VALUES.tolist() and again.dtype == np.int32
-    path.write_bytes(damage(path.read_bytes()))
-    assert kept(["key", what], make)[0].tolist() == VALUES.tolist() and made == [what, what]
-    assert kept(["key", what], make)[1] == path and made == [what, what]
-
-
 def test_keys_are_told_apart_and_no_folder_is_needed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""]]
     for number, key in enumerate(keys):
@@ -69,22 +26,6 @@ def test_keys_are_told_apart_and_no_folder_is_needed(cache: Path, monkeypatch: p
     assert len(list(cache.iterdir())) == len(keys)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert kept(keys[0], lambda: VALUES) == (pytest.approx(VALUES), None)
-
-
-def test_writers_at_once_leave_one_whole_file(cache: Path) -> None:
-    meet = threading.Barrier(4)
-
-    def make() -> np.ndarray:
-        meet.wait()  # so that none finds what another has written
-        return VALUES
-
-    threads = [threading.Thread(target=kept, args=(["key"], make)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [path.suffix for path in cache.iterdir()] == [".npy"]
-    assert kept(["key"], lambda: VALUES[:1])[0].tolist() == VALUES.tolist()
 
 
 def test_tokens_are_kept_by_the_content_of_text_and_tokenizer(tmp_path: Path) -> None:

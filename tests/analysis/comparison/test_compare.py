@@ -1,6 +1,5 @@
-"""All choices side by side: figures worked out by hand, what the page says in words, and what it refuses."""
+"""All choices side by side: figures worked out by hand, which choice wins, what is refused, and the page."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -24,16 +23,7 @@ from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.runtime.errors import UserError
 from tests.analysis.test_analysis import not_shown
 from tests.tables import each_row
-from tests.traces import record, record_of_eight_steps, write, write_run
-
-RHYTHM = np.tile([1.0, 1.02, 0.98, 1.01], 11)[:41]
-"""Of a machine, over the steps of a run: some are slower."""
-
-
-def timed(choice: str, seconds: float, jitter: float = 0.0, steps: int = 41) -> dict[str, Any]:
-    """The record of a run whose steps but the first were timed; `jitter` makes every other batch slower or faster."""
-    times = (seconds * RHYTHM * (1 + jitter * np.tile([1, 1, 1, 1, -1, -1, -1, -1], 6)[:41]))[:steps]
-    return record_of_eight_steps(choice, seconds) | {"step_time_s": times.tolist()}
+from tests.traces import record, timed, write, write_run
 
 
 def analysed(folder: Path, choice: str, changes: Mapping[str, Any] = MappingProxyType({})) -> WindowAnalysis:
@@ -44,12 +34,17 @@ def analysed(folder: Path, choice: str, changes: Mapping[str, Any] = MappingProx
     return analyse_window(window)
 
 
+def body_of(text: str) -> str:
+    return text[text.index("<body>") : text.index("</main>")]
+
+
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
-def test_step_times_are_held_against_the_reference_step_by_step() -> None:
+def test_steps_are_held_against_the_reference_one_by_one() -> None:
     """40 steps of exactly 1.1 and 0.9 of the reference's, and one that is now above and now below."""
     records = {"a": timed("a", 0.1), "b": timed("b", 0.11), "c": timed("c", 0.09), "d": timed("d", 0.1, 0.01)}
+    records["b"]["train_loss"] = [*records["a"]["train_loss"][:-1], 1.25]
     table = comparison(records, {}, "a").set_index("choice")
     assert table["verdict"].to_dict() == {"a": "reference", "b": "slower", "c": "faster", "d": "no difference seen"}
     assert table.loc["b", ["paired_ratio", "paired_ratio_low", "paired_ratio_high"]].tolist() == [1.1] * 3
@@ -59,24 +54,15 @@ def test_step_times_are_held_against_the_reference_step_by_step() -> None:
     assert table.loc[["b", "c"], "paired_p_value"].tolist() == pytest.approx([3 / 512] * 2)
     assert table.loc["d", "paired_ratio_low"] < 1 < table.loc["d", "paired_ratio_high"]
     assert table["step_time_ratio"].tolist()[:3] == pytest.approx([1, 1.1, 0.9])
-
-
-@each_row("steps", [2, 18])
-def test_too_few_steps_and_no_reference_are_unknown(steps: int) -> None:
-    few = {"a": timed("a", 0.1, steps=steps), "b": timed("b", 0.2, steps=steps)}
-    table = comparison(few, {}, "a").set_index("choice")
-    assert table.loc["b", "verdict"] == "unknown" and np.isnan(table.loc["b", "paired_ratio"])
-    assert table.loc["b", "step_time_ratio"] == 2.0 and table.loc["b", "pairs"] == steps - 1
+    assert table["loss_difference"].tolist() == [0.0, 0.25, 0.0, 0.0]
+    for steps in (2, 18):
+        few = comparison({"a": timed("a", 0.1, steps=steps), "b": timed("b", 0.2, steps=steps)}, {}, "a")
+        row = few.set_index("choice").loc["b"]
+        assert row["verdict"] == "unknown" and np.isnan(row["paired_ratio"])
+        assert row["step_time_ratio"] == 2.0 and row["pairs"] == steps - 1
     alone = comparison({"b": timed("b", 0.2)}, {}, "a")
-    assert alone["verdict"].tolist() == ["unknown"] and alone["step_time_ratio"].isna().all()
-
-
-def test_losses_are_held_against_the_reference_step_by_step() -> None:
-    first, second = record("a", 1.0), record("b", 1.0)
-    second["train_loss"] = [2.0, 1.25]
-    table = comparison({"a": first, "b": second}, {}, "a")
-    assert table["loss_difference"].tolist() == [0.0, 0.25]
-    assert comparison({"b": second}, {}, "a")["loss_difference"].isna().all()
+    assert alone["verdict"].tolist() == ["unknown"]
+    assert alone[["step_time_ratio", "loss_difference"]].isna().all(axis=None)
 
 
 # Passes of a sweep ---------------------------------------------------------------------------------------------------
@@ -108,9 +94,6 @@ def test_a_verdict_is_what_every_pass_says_on_an_equal_machine(case: str) -> Non
     assert bool(found.withheld) == (judged == "withheld") == (table.loc["c", "verdict"] == "withheld")
     assert said in (found.withheld or "".join(found.left_out)) and bool(found.left_out) == ("three" in case)
     assert table.loc["a", "withheld"] == (found.withheld or None)
-    if judged == "withheld":
-        assert found.withheld.startswith("the machine changed during the sweep: a step of equal work took ")
-        assert found.withheld.endswith("; run again, or --passes 4")
 
 
 def computing(*passes: float) -> Traced:
@@ -122,20 +105,17 @@ def computing(*passes: float) -> Traced:
 
 def test_compute_of_equal_work_takes_equal_time() -> None:
     """Of one choice in all passes; of single runs that do equal compute. Sharded choices copy, and are not held so."""
-    records = {name: in_passes(name, 0.1, 0.1) | {"shards": []} for name in ("a", "b")}
-    assert not steady(records, {"a": computing(252, 260), "b": computing(500, 510)}).withheld
-    found = steady(records, {"a": computing(252, 260), "b": computing(252, 5000)}).withheld
-    assert "compute of equal work took 253.3 ms (b, pass 1) and 5,025.0 ms (b, pass 2)" in found
+    passes = {name: in_passes(name, 0.1, 0.1) | {"shards": []} for name in ("a", "b")}
     alone = {name: timed(name, 0.1) | {"shards": []} for name in ("a", "b")}
-    found = steady(alone, {"a": computing(252), "b": computing(5000)}).withheld
-    said = "the machine changed between the runs: compute of equal work took 253.3 ms (a) and 5,025.0 ms (b); run again"
-    assert found.startswith(said) and found.endswith(", or in passes: ddp-lab sweep FAMILY RANKS")
-    stopped = {name: in_passes(name, 0.1) | {"shards": []} for name in ("a", "b")}
-    found = steady(stopped, {"a": computing(252), "b": computing(5000)}).withheld
-    assert found.endswith("; run again, or finish a sweep of --passes 2")
-    assert not steady(alone, {"a": computing(252), "b": computing(350)}).withheld
-    sharded = alone | {"b": alone["b"] | {"shards": ["gradients"]}}
-    assert not steady(sharded, {"a": computing(252), "b": computing(5000)}).withheld
+    for records, a, b, said in (
+        (passes, (252, 260), (500, 510), ""),
+        (passes, (252, 260), (252, 5000), "253.3 ms (b, pass 1) and 5,025.0 ms (b, pass 2)"),
+        (alone, (252,), (5000,), "253.3 ms (a) and 5,025.0 ms (b)"),
+        (alone, (252,), (350,), ""),
+        (alone | {"b": alone["b"] | {"shards": ["gradients"]}}, (252,), (5000,), ""),
+    ):
+        found = steady(records, {"a": computing(*a), "b": computing(*b)}).withheld
+        assert said in found and bool(said) == bool(found)
 
 
 def test_a_disturbed_pass_withholds_every_claim(tmp_path: Path) -> None:
@@ -143,50 +123,37 @@ def test_a_disturbed_pass_withholds_every_claim(tmp_path: Path) -> None:
     records = {"pytorch_ddp": in_passes("pytorch_ddp", 0.5, 0.5), "b": in_passes("b", 0.09, 0.45)}
     found = Compared(records, {}, "pytorch_ddp", [], [])
     text = write_comparison(found, tmp_path).read_text()
-    assert "The verdict is withheld: the machine changed during the sweep: a step of equal work took 90.9 ms" in text
-    assert "fastest," not in text and "times as long" not in text and "Believe" not in text
-    assert text.count("the machine changed") == 1 and "0.18 0.90" in text
+    assert "The verdict is withheld: " in text and text.count("the machine changed") == 1
+    assert not any(claim in text for claim in ("fastest,", "times as long", "Believe"))
     first = text[: text.index("<section")]
     assert "step_time_ratio" not in first and first.index("<b>pytorch_ddp") < first.index("<b>b<")
-    assert "ratio of step time, ×" in text and "ratio of peak memory, ×" in text and "(1.0 thousand parameters)" in text
-    assert found.withheld == [f"Verdicts are withheld: {found.steadiness[0].withheld}."] and not found.left_out
-    assert pd.read_csv(tmp_path / "compare.csv")["withheld"].str.contains("--passes 4").all()
+    assert found.withheld == [f"Verdicts are withheld: {found.steadiness[0].withheld}."] and found.unknown == []
+    assert pd.read_csv(tmp_path / "compare.csv")["withheld"].notna().all()
 
 
 def test_an_unknown_verdict_has_its_reason() -> None:
     short = {"ref": timed("ref", 0.2, steps=4), "b": timed("b", 0.1, steps=4), "c": timed("c", 0.1)}
     (said,) = Compared(short, {}, "ref", [], []).unknown
-    assert said == (
-        "Verdicts on b and c are unknown: 3 pairs of steps with ref were timed; to tell a difference from chance "
-        f"takes {fewest_pairs(2)} (--max-steps)."
-    )
-    alone = Compared({"b": timed("b", 0.1)}, {}, "ref", [], []).unknown
-    assert alone == ["Verdicts are unknown: there is no run of ref, the reference."]
-    disturbed = {"ref": in_passes("ref", 0.5, 0.5), "b": in_passes("b", 0.09, 0.45)}
-    assert Compared(disturbed, {}, "ref", [], []).unknown == [], "`withheld` says why"
+    assert "b and c" in said and "3 pairs" in said and f"takes {fewest_pairs(2)}" in said
+    (said,) = Compared({"b": timed("b", 0.1)}, {}, "ref", [], []).unknown
+    assert "no run of ref" in said
     assert Compared({"ref": timed("ref", 0.2), "b": timed("b", 0.1)}, {}, "ref", [], []).unknown == []
 
 
-def test_the_least_memory_of_equals_names_the_fastest_of_them() -> None:
-    records = {"ref": timed("ref", 0.1), "a": timed("a", 0.3), "b": timed("b", 0.2)}
-    text = words(records, ref=20, a=10, b=10)
-    assert text.endswith("10.0 MiB (b, a), 50 % less than ref; b, the fastest of these, takes 2.00 times as long.")
-
-
-# In words ------------------------------------------------------------------------------------------------------------
+# Who wins ------------------------------------------------------------------------------------------------------------
 
 FAST_PARTS = {"exposed_wait_ms": 10.0, "exposed_transfer_ms": 20.0, "compute_ms": 60.0, "idle_ms": 10.0}
 SLOW_PARTS = {"exposed_wait_ms": 15.0, "exposed_transfer_ms": 35.0, "compute_ms": 58.0, "idle_ms": 10.0}
 
 
-def words(
+def concluded(
     records: dict[str, Any],
     parts: dict[str, Any] | None = None,
     affected: Any = (),
     equal_compute: bool = False,
     **peaks: float,
 ) -> str:
-    """What is said of hand-made runs; `parts` of profiled steps, and peaks of memory in MiB, by choice."""
+    """Of hand-made runs; `parts` of profiled steps, and peaks of memory in MiB, by choice."""
     table = comparison(records, {}, "ref").set_index("choice", drop=False)
     for choice, columns in (parts or {}).items():
         table.loc[choice, [*columns, "exposed_copy_ms"]] = [*columns.values(), 0.0]
@@ -201,79 +168,62 @@ def words(
     return " ".join(part for part in (claim, belief, lean) if part)
 
 
-def test_the_fastest_and_why() -> None:
-    """Of 100.5 ms `fast` computes 0.6 and is exposed 0.3; of 201 ms `ref` computes 58 / 118, is exposed 50 / 118."""
-    records = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1), "alike": timed("alike", 0.1001, 0.01)}
-    text = words(records, {"ref": SLOW_PARTS, "fast": FAST_PARTS}, ref=10, fast=20, alike=20)
-    assert text == (
-        "fast and alike are fastest (they cannot be told apart), 2.00 times as fast as the reference ref, step by "
-        "step (medians: 100.5 and 201.0 ms), thanks to 55.0 ms less exposed communication and 38.5 ms less compute. "
-        "Believe it, unless the machine changed between the runs: over 40 pairs of steps, a step of fast takes 0.50 "
-        "to 0.50 of one of ref (95 % interval) and losses are at most 0 nats apart. Least peak memory: 10.0 MiB "
-        "(ref), 50 % less than fast; ref takes 2.00 times as long."
-    )
+BOTH = {"ref": SLOW_PARTS, "fast": FAST_PARTS}
+RUNS = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1)}
+PASSES = {"ref": in_passes("ref", 0.2, 0.2), "fast": in_passes("fast", 0.1, 0.1)}
+NO_CLAIM = ("fastest", "less", "Believe")
+CONCLUSIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
+    # of 100.5 ms `fast` computes 0.6 and is exposed 0.3; of 201 ms `ref` computes 58 / 118, is exposed 50 / 118
+    (
+        RUNS | {"alike": timed("alike", 0.1001, 0.01)},
+        {"parts": BOTH, "ref": 10, "fast": 20, "alike": 20},
+        ("fast and alike are fastest", "2.00 times as fast as the reference ref", "55.0 ms less exposed",
+         "38.5 ms less", "Believe it", "over 40 pairs", "0.50 to 0.50", "10.0 MiB (ref), 50 % less than fast"),
+        (),
+    ),
+    (PASSES, {"parts": BOTH, "equal_compute": True}, ("55.3 ms less exposed", "38 pairs of steps in 2"), ("compute",)),
+    ({"ref": in_passes("ref", 0.1, 0.12), "fast": in_passes("fast", 0.11, 0.09)}, {}, ("Passes disagree",), ()),
+    ({"ref": timed("ref", 0.1001), "fast": timed("fast", 0.1, 0.01)}, {"parts": BOTH}, ("No choice wins",), NO_CLAIM),
+    ({"ref": record("ref", 0.2), "fast": record("fast", 0.1)}, {"parts": BOTH}, ("Too few steps",), NO_CLAIM),
+    (
+        {"ref": timed("ref", 0.1), "b": timed("b", 0.1), "c": timed("c", 0.2)}, {},
+        ("No choice wins: ref and b tie", "All need the same memory"), ("fastest",),
+    ),
+    ({"ref": RUNS["ref"]}, {}, ("Only one choice",), NO_CLAIM),
+    ({name: record(name, 0.1) | {"step_time_s": [0.1, None]} for name in RUNS}, {}, ("Fewer than two",), NO_CLAIM),
+    (
+        {"ref": timed("ref", 0.1), "a": timed("a", 0.3), "b": timed("b", 0.2)}, {"ref": 20, "a": 10, "b": 10},
+        ("10.0 MiB (b, a), 50 % less than ref; b, the fastest of these, takes 2.00 times as long",), (),
+    ),
+    (RUNS, {"affected": ["step times"], "ref": 10, "fast": 20}, ("no choice wins", "10.0 MiB (ref)"), NO_CLAIM),
+    (RUNS, {"affected": ["step times", "memory"]}, ("no choice wins",), ("memory:", *NO_CLAIM)),
+]  # fmt: skip
 
 
-def test_equal_compute_is_nobodys_merit() -> None:
-    records = {"ref": in_passes("ref", 0.2, 0.2), "fast": in_passes("fast", 0.1, 0.1)}
-    text = words(records, {"ref": SLOW_PARTS, "fast": FAST_PARTS}, equal_compute=True)
-    assert "thanks to 55.3 ms less exposed communication. Believe it: over 38 pairs of steps in 2 passes, a" in text
-    text = words(records, {"ref": SLOW_PARTS, "fast": SLOW_PARTS | {"compute_ms": 40.0}}, equal_compute=True)
-    assert "compute" not in text
-    records = {"ref": in_passes("ref", 0.1, 0.12), "fast": in_passes("fast", 0.11, 0.09)}
-    assert "Passes disagree on which is faster" in words(records)
+@each_row("records, how, says, never", CONCLUSIONS)
+def test_who_wins_and_why(
+    records: dict[str, Any], how: dict[str, Any], says: tuple[str, ...], never: tuple[str, ...]
+) -> None:
+    text = concluded(records, **how)
+    assert all(word in text for word in says) and not any(word in text for word in never), text
 
 
-def test_no_winner_where_it_cannot_be_told() -> None:
-    text = words({"ref": timed("ref", 0.1001), "b": timed("b", 0.1, 0.01)}, {"ref": SLOW_PARTS, "b": FAST_PARTS})
-    assert re.match(
-        r"No choice wins: b has the lowest .*, but the reference ref cannot be told apart from it. The difference may",
-        text,
-    )
-    assert "fastest" not in text and "less" not in text
-    text = words({"ref": record("ref", 0.2), "b": record("b", 0.1)}, {"ref": SLOW_PARTS, "b": FAST_PARTS})
-    assert text.startswith(
-        "Too few steps to name a winner: so far b has the lowest median step time, 100.0 ms against 200.0 ms of ref."
-    )
-    assert "fastest" not in text and "less" not in text
-
-
-@pytest.mark.parametrize("others", [1, 6])
+@each_row("others", [1, 6])
 def test_as_many_steps_as_are_asked_for_are_enough(others: int) -> None:
     """Every further comparison makes chance likelier, so that each needs more pairs."""
     names = ["ref", *(f"choice_{place}" for place in range(others))]
     enough = fewest_pairs(others)
     for pairs, begins in ((enough - 1, "Too few steps"), (enough, "ref is fastest")):
         records = {name: timed(name, 0.1 + 0.1 * place, steps=pairs + 1) for place, name in enumerate(names)}
-        assert words(records).startswith(begins)
-        assert (f"takes {enough}: " in words(records)) == (pairs < enough)
-
-
-def test_ties_single_choices_and_untimed_runs() -> None:
-    tied = words({"ref": timed("ref", 0.1), "b": timed("b", 0.1), "c": timed("c", 0.2)})
-    assert tied.startswith("No choice wins: ref and b tie for the lowest") and "All need the same memory" in tied
-    assert words({"ref": timed("ref", 0.1)}) == "Only one choice was run, so there is nothing to compare it with."
-    none = {name: record(name, 0.1) | {"step_time_s": [0.1, None]} for name in ("ref", "b")}
-    assert words(none).startswith("Fewer than two choices have timed steps")
+        assert concluded(records).startswith(begins)
 
 
 def test_a_fast_choice_that_fails_its_audit_is_suspected() -> None:
-    records = {"ref": timed("ref", 0.2), "b": timed("b", 0.1)}
-    table = comparison(records, {}, "ref")
-    table["audit_failures"] = [0, 2]
-    found = verdict(table, standings(records, "b"))
-    assert found.belief.startswith("Doubt it: b fails its audit") and not found.is_sure
-    table["audit_failures"] = [0, 0]
-    assert verdict(table, standings(records, "b")).belief.endswith("and every audit passes.")
-
-
-def test_what_does_not_compare_is_not_judged() -> None:
-    records = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1)}
-    no_winner = "Step times cannot be compared here, so no choice wins."
-    text = words(records, affected=["step times"], ref=10, fast=20)
-    assert text == f"{no_winner} Least peak memory: 10.0 MiB (ref)."
-    assert words(records, affected=["step times"], ref=0.0625, fast=0.03125).endswith("memory: 32.0 KiB (fast).")
-    assert words(records, affected=["step times", "memory"]) == no_winner
+    table = comparison(RUNS, {}, "ref")
+    for failures, is_sure in (([0, 2], False), ([0, 0], True)):
+        table["audit_failures"] = failures
+        found = verdict(table, standings(RUNS, "fast"))
+        assert found.is_sure == is_sure and ("fast fails its audit" in found.belief) != is_sure
 
 
 # Backend classes -----------------------------------------------------------------------------------------------------
@@ -282,19 +232,16 @@ NCCL2, LEGACY = {"backend_class": "ProcessGroupNCCL2"}, {"backend_class": "Proce
 SHARED = {"gpu_sharing": "2 ranks a GPU, in turns"}
 
 
-def over_two_classes(one: dict[str, str] = NCCL2, other: dict[str, str] = LEGACY) -> dict[str, dict[str, Any]]:
+@each_row("one, other", [(NCCL2, LEGACY), (NCCL2 | SHARED, NCCL2)])
+def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one: dict[str, str], other: dict[str, str]) -> None:
     """Over torch's `nccl` the reference takes twice as long as `ours`, over the older class a tenth longer."""
-    return {
+    records = {
         "ours": timed("ours", 0.1) | one,
         "pytorch_ddp": timed("pytorch_ddp", 0.2) | one,
         "ours@nccl-legacy": timed("ours", 0.1) | other,
         "pytorch_ddp@nccl-legacy": timed("pytorch_ddp", 0.11) | other,
     }
-
-
-@each_row("one, other", [(NCCL2, LEGACY), (NCCL2 | SHARED, NCCL2)])
-def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one: dict[str, str], other: dict[str, str]) -> None:
-    table = comparison(over_two_classes(one, other), {}, "pytorch_ddp").set_index("choice")
+    table = comparison(records, {}, "pytorch_ddp").set_index("choice")
     assert table["step_time_ratio"].tolist() == [0.5, 1.0, 0.9091, 1.0]
     assert table["paired_ratio"].tolist()[::2] == [0.5, 0.9091]
     assert table["verdict"].tolist() == ["faster", "reference"] * 2
@@ -304,23 +251,18 @@ def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one: dict[st
 
 # Fairness ------------------------------------------------------------------------------------------------------------
 
-
 DIFFERENT = {
     "precision": ({"config": {"precision": "bf16"}}, "precision (fp32: a; bf16: b)"),
     "model": ({"parameters": 2000}, "parameters (1000: a; 2000: b)"),
     "compression": ({"config": {"compress": "int8"}}, "gradient compression (none: a; int8: b)"),
-    "paced link": (
-        {"config": {"link": "1gbit,50us"}},
-        "link (not paced: a; 1gbit,50us, paced: b); train them alike",
-    ),
+    "paced link": ({"config": {"link": "1gbit,50us"}}, "link (not paced: a; 1gbit,50us, paced: b); train them alike"),
     "scheduling": ({"scheduling": "batch"}, "scheduling (other: a; batch: b)"),
     "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
     "backend class": ({"backend_class": "X"}, "backend class (ProcessGroupGloo: a; X: b)"),
     "shared GPU": (SHARED, "(ProcessGroupGloo: a; ProcessGroupGloo, 2 ranks a GPU, in turns: b)"),
     "two": (
         {"world_size": 3, "config": {"precision": "bf16"}},
-        "precision (fp32: a; bf16: b), ranks (2: a; 3: b); train them alike, or give --allow-different precision "
-        "--allow-different ranks",
+        "ranks (2: a; 3: b); train them alike, or give --allow-different precision --allow-different ranks",
     ),
 }
 
@@ -337,14 +279,8 @@ def test_runs_that_differ_stand_in_no_table(case: str) -> None:
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_nobody_can_allow_different_links() -> None:
-    first, second = record("a", 1.0), record("b", 1.0)
-    second["config"]["link"] = "1gbit"
-    with pytest.raises(UserError, match=r"link \(not paced: a; 1gbit, paced: b\); train them alike$"):
-        require_comparable({"a": first, "b": second}, [*FIELDS, "link"])
-
-
 def test_what_may_differ_is_named_and_says_what_does_not_compare() -> None:
+    """Nobody can allow different links."""
     first, second = record("a", 1.0), record("b", 1.0)
     second["config"]["lr"], second["device_name"] = 0.2, "other"
     with pytest.raises(UserError, match=r"differ in device \(cpu: a; other: b\); .* --allow-different device$"):
@@ -352,6 +288,9 @@ def test_what_may_differ_is_named_and_says_what_does_not_compare() -> None:
     found = require_comparable({"a": first, "b": second}, ["learning-rate", "device"])
     assert [str(difference) for difference in found] == ["learning rate (0.1: a; 0.2: b)", "device (cpu: a; other: b)"]
     assert affected(found) == ["step times", "losses"] and affected(found[:1]) == ["losses"]
+    second["config"]["link"] = "1gbit"
+    with pytest.raises(UserError, match=r"link \(not paced: a; 1gbit, paced: b\); train them alike$"):
+        require_comparable({"a": first, "b": second}, [*FIELDS, "link"])
 
 
 # The page ------------------------------------------------------------------------------------------------------------
@@ -359,12 +298,8 @@ def test_what_may_differ_is_named_and_says_what_does_not_compare() -> None:
 
 def compared(folder: Path, allowed: tuple[str, ...] = (), **changes: Any) -> Compared:
     """Two choices, of which `other` is as fast again; `changes` are to its record."""
-    slow = timed("pytorch_ddp", 0.2)
-    fast = timed("other", 0.1) | changes
-    traced: dict[str, Traced] = {}
-    for choice, content in (("pytorch_ddp", slow), ("other", fast)):
-        traced[choice] = keep(analysed(folder, choice, content))
-    records = {"pytorch_ddp": slow, "other": fast}
+    records = {"pytorch_ddp": timed("pytorch_ddp", 0.2), "other": timed("other", 0.1) | changes}
+    traced = {choice: keep(analysed(folder, choice, content)) for choice, content in records.items()}
     return Compared(records, traced, "pytorch_ddp", ["failed<b>"], require_comparable(records, allowed))
 
 
@@ -372,16 +307,11 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
     page = write_comparison(compared(tmp_path), tmp_path)
     table = pd.read_csv(tmp_path / "compare.csv")
     left_out = not_shown(page, tmp_path / "compare.csv") - set(table.columns[table.isna().all()])
-    assert {name.rsplit("_", 3)[0] for name in left_out} == {
-        "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce", "send_recv", "other"
-    }  # fmt: skip
-    assert not table[sorted(left_out)].to_numpy().any()
-    text = page.read_text()
-    body = text[text.index("<body>") : text.index("</main>")]
+    kinds = {"all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce", "send_recv", "other"}
+    assert {name.rsplit("_", 3)[0] for name in left_out} == kinds and not table[sorted(left_out)].to_numpy().any()
+    body = body_of(page.read_text())
     assert body.count("<details>") == body.count("<h2") == 6
-    assert "the runs agree, as far as" in body and "pytorch_ddp, rank 0, step 5; other, rank 0, step 5" in body
     assert "other is fastest, 2.00 times as fast as the reference pytorch_ddp" in body
-    assert "by more than 0.0e+00 nats" in body
     assert "failed<b>" not in body and "Warning" not in body
 
 
@@ -390,19 +320,22 @@ def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     settings = {"compress": "int8", "overlap_optimizer": True, "precision": "bf16-true", "link": "1gbit"}
     changed = {"config": record("a", 1.0)["config"] | settings, "notes": ["2 buckets fit this <link>"]} | SHARED
     text = summary_page(analysed(tmp_path, "other", changed), "other")
-    for said in ("Gradients are compressed (int8)", "updated while other buckets", "This is lossy"):
-        assert said in text
-    assert "2 ranks a GPU, in turns: step times tell about overlap and order, not about as many GPUs" in text
-    assert "Every rank had a link of 1gbit" in text and "other: 2 buckets fit this &lt;link&gt;." in text
+    said = (
+        "compressed (int8)",
+        "while other buckets",
+        "This is lossy",
+        "2 ranks a GPU",
+        "link of 1gbit",
+        "&lt;link",
+    )
+    assert all(words in text for words in said)
 
 
 def test_the_page_warns_of_what_differs_and_of_what_fails_its_audit(tmp_path: Path) -> None:
     wrong = {"device_name": "<i>", "expected_traffic": [{"kind": "all_reduce", "count": 2, "payload_bytes": 4000}]}
     found = compared(tmp_path, ("device",), **wrong)
-    text = comparison_page(found)
-    body = text[text.index("<body>") : text.index("</main>")]
-    assert "These runs differ in more than their choice: device (cpu: pytorch_ddp; &lt;i&gt;: other)" in body
-    assert "These figures cannot be compared: step times." in body and "<i>" not in body
-    assert "Step times cannot be compared here, so no choice wins." in body and "is fastest" not in body
+    body = body_of(comparison_page(found))
+    assert "device (cpu: pytorch_ddp; &lt;i&gt;: other)" in body and "<i>" not in body and "is fastest" not in body
+    assert "These figures cannot be compared: step times." in body
     assert "Warning: other does not do what its own formula and configuration say: all-reduce: calls" in body
     assert found.table["audit_failures"].tolist()[1] >= 2  # of each rank

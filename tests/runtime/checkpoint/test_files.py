@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +45,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.model_parallel import Cut
 from ddp_lab.strategy.ranges import cover, share
 from tests.checkpoints import here
+from tests.damage import DAMAGE, damaged_bytes
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -54,34 +54,24 @@ LENGTHS = st.lists(st.integers(0, 40), max_size=8)
 CUTS = st.lists(st.integers(0, 60), max_size=12)
 
 
-@given(LENGTHS, st.integers(1, 7))
-def test_ranks_share_each_element_once(lengths: list[int], size: int) -> None:
+@given(LENGTHS, st.integers(1, 7), CUTS, CUTS, st.randoms())
+def test_any_cut_into_ranges_is_put_together_by_any_other(
+    lengths: list[int], size: int, written: list[int], read: list[int], order: Any
+) -> None:
+    """And ranks share each element once."""
     parts = [share(lengths, rank, size) for rank in range(size)]
     elements = [(part.which, element) for own in parts for part in own for element in range(part.start, part.end)]
     assert elements == [(which, element) for which, length in enumerate(lengths) for element in range(length)]
     counts = [sum(part.end - part.start for part in own) for own in parts]
     assert max(counts) - min(counts) <= 1
-
-
-@given(CUTS, CUTS, st.randoms())
-def test_any_cut_into_ranges_is_put_together_by_any_other(written: list[int], read: list[int], order: Any) -> None:
-    bounds = [0, *sorted(written), 60]
-    ranges = list(itertools.pairwise(bounds))
+    ranges = list(itertools.pairwise([0, *sorted(written), 60]))
     order.shuffle(ranges)
-    wanted = [0, *sorted(read), 60]
-    for start, end in itertools.pairwise(wanted):
-        parts = cover(ranges, start, end)
-        assert [ranges[which][0] + e for which, first, last in parts for e in range(first, last)] == [
-            *range(start, end)
-        ]
-
-
-@given(st.integers(0, 19), st.integers(1, 20))
-def test_a_gap_is_found(start: int, length: int) -> None:
-    ranges = [(0, start), (start + length, 40)]
-    assert cover(ranges, 0, start) == ([(0, 0, start)] if start else [])
-    with pytest.raises(ValueError, match=f"element {start} of 40"):
-        cover(ranges, 0, 40)
+    for start, end in itertools.pairwise([0, *sorted(read), 60]):
+        found = [ranges[which][0] + e for which, first, last in cover(ranges, start, end) for e in range(first, last)]
+        assert found == [*range(start, end)]
+    for start in (0, 19):
+        with pytest.raises(ValueError, match=f"element {start} of 40"):
+            cover([(0, start), (start + 3, 40)], 0, 40)
 
 
 def test_files_are_safetensors(tmp_path: Path) -> None:
@@ -100,28 +90,12 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
 
 
 def manifest(step: int, **changes: Any) -> Manifest:
-    plain = Manifest(
-        format=FORMAT,
-        step=step,
-        choice="zero3",
-        world_size=2,
-        data_parallel_size=2,
-        run_id="a run",
-        job=None,
-        config={"lr": 0.1},
-        versions={},
-        optimizer="AdamW",
-        parameter_groups=[{"lr": 0.1}],
-        parameters={"weight": TensorInfo([6], "float32", True)},
-        buffers={},
-        cuts={},
-        train_loss=[0.5] * step,
-        step_samples=[8] * step,
-        step_time_s=[None] * step,
-        states={},
-        files={},
-    )
-    return msgspec.structs.replace(plain, **changes)
+    plain: dict[str, Any] = {name: {} for name in ("versions", "buffers", "cuts", "states", "files")}
+    plain |= {"format": FORMAT, "step": step, "choice": "zero3", "world_size": 2, "data_parallel_size": 2}
+    plain |= {"run_id": "a run", "job": None, "config": {"lr": 0.1}, "optimizer": "AdamW"}
+    plain |= {"parameter_groups": [{"lr": 0.1}], "parameters": {"weight": TensorInfo([6], "float32", True)}}
+    plain |= {"train_loss": [0.5] * step, "step_samples": [8] * step, "step_time_s": [None] * step}
+    return Manifest(**plain | changes)
 
 
 def alone(step: int) -> Manifest:
@@ -169,21 +143,23 @@ def test_experts_are_parts(tmp_path: Path) -> None:
     assert "is cut over 2 ranks" in problem_in(tmp_path)
 
 
-def test_any_byte_missing_or_altered(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, 3)
-    assert problem_in(path) == ""
-    for name in (MANIFEST, file_name(0), file_name(1)):
-        whole = (path / name).read_bytes()
-        for place in range(len(whole) - (name == MANIFEST)):  # without its last line end the manifest is whole
-            (path / name).write_bytes(whole[:place])
-            assert name in problem_in(path), f"{name} cut off after {place} bytes"
-            altered = bytes([*whole[:place], whole[place] ^ 1, *whole[place + 1 :]])
-            (path / name).write_bytes(altered)
-            is_space = whole[place : place + 1].isspace() or altered[place : place + 1].isspace()
-            assert problem_in(path) or (name == MANIFEST and is_space), f"byte {place} of {name}"
-        (path / name).unlink()
-        assert name in problem_in(path)
-        (path / name).write_bytes(whole)
+@given(DAMAGE)
+def test_any_damage_to_bytes_is_named(tmp_path_factory: pytest.TempPathFactory, chance: Any) -> None:
+    path = make_checkpoint(tmp_path_factory.mktemp("damaged"), 3)
+    name = chance.choice((MANIFEST, file_name(0), file_name(1)))
+    whole = (path / name).read_bytes()
+    (path / name).write_bytes(damaged := damaged_bytes(whole, chance))
+    is_same = whole.split() == damaged.split() or (name == MANIFEST and json.loads(whole) == parsed(damaged))
+    assert name in problem_in(path) or is_same
+    (path / name).unlink()
+    assert name in problem_in(path)
+
+
+def parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
 
 
 def newest_after(folder: Path, damage: list[tuple[str, bytes]]) -> list[tuple[int, int]]:
@@ -257,18 +233,10 @@ def save_until_killed(folder: Path) -> list[Any]:
     found = []
     for operation in range(1, 100):
         saver = Saver(folder, here(), in_background=False, keep=1)
-        saver.save(
-            {"parameter/weight/0": torch.full((6,), 2.0)} | RANDOM,
-            TEXTS,
-            alone(2),
-        )
+        saver.save({"parameter/weight/0": torch.full((6,), 2.0)} | RANDOM, TEXTS, alone(2))
         with killed_at(operation) as count:
             try:
-                saver.save(
-                    {"parameter/weight/0": torch.full((6,), 4.0)} | RANDOM,
-                    TEXTS,
-                    alone(4),
-                )
+                saver.save({"parameter/weight/0": torch.full((6,), 4.0)} | RANDOM, TEXTS, alone(4))
                 is_done = True
             except Killed:
                 is_done = False
@@ -391,23 +359,15 @@ def rewrite(path: Path, **changes: Any) -> None:
     "changes, expected",
     [
         ({"files": {"../secret": INFO, file_name(0): INFO}}, "files: they are not those of 2 ranks, but ../secret;"),
-        ({"files": {file_name(9): INFO, file_name(0): INFO}}, "files: they are not those of 2 ranks, but rank_9"),
-        ({"files": {}}, "files: they are not those of 2 ranks"),
         ({"step": "2"}, "Expected `int`, got `str` - at `$.step`"),
         ({"step": 7}, "step: its lists are not as long"),
         ({"format": 1}, f"of format 1, but this program reads format {FORMAT}"),
-        ({"format": str(FORMAT)}, f"manifest.json cannot be understood: its format is '{FORMAT}', not the number"),
         ({"format": True}, "its format is True, not the number"),
-        ({"more": 1}, "cannot be understood"),
         ({"parameters": None}, "missing required field `parameters`"),
-        ({"data_parallel_size": 1}, "manifest.json: data_parallel_size: 1 ranks, but 2 by world_size"),
-        ({"states": {"optimizer/exp_avg/wait": "float32"}}, "manifest.json: states: 'wait' belongs to none"),
-        (
-            {"states": {"optimizer/exp_avg/weight": "float32"}},
-            "exp_avg/weight', of which manifest.json says 6",
-        ),
-        ({"parameters": {"weight": [[6], "int32", True]}}, "Expected `object`, got `array` - at `$.parameters[...]`"),
-        ({"config": {"mesh": "dp=2,tp"}}, "manifest.json: config.mesh: --mesh dp=2,tp"),
+        ({"data_parallel_size": 1}, "data_parallel_size: 1 ranks, but 2 by world_size"),
+        ({"states": {"optimizer/exp_avg/wait": "float32"}}, "states: 'wait' belongs to none"),
+        ({"states": {"optimizer/exp_avg/weight": "float32"}}, "exp_avg/weight', of which manifest.json says 6"),
+        ({"config": {"mesh": "dp=2,tp"}}, "config.mesh: --mesh dp=2,tp"),
         ({"config": {"device": "cuda"}}, "rank_0.safetensors lacks random/cuda"),
     ],
 )
