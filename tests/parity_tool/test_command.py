@@ -8,7 +8,7 @@ import torch
 
 from ddp_lab.parity import watch
 from ddp_lab.parity.command import build_parser, main
-from tests.parity_tool.test_faults import run_both, run_one
+from tests.parity_tool.test_faults import RUNS, run_both, run_one
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -57,45 +57,18 @@ def test_docs_have_every_flag() -> None:
     assert re.findall(r"^\| `(--[a-z-]+)` \|", text, re.MULTILINE) == flags
 
 
-PLAIN = ["--workload", "mlp", "--depth", "2", "--width", "16", "--device", "cpu", "--train-samples", "64"]
-LANGUAGE = ["--workload", "sample-lm", "--device", "cpu", "--sequence-length", "16", "--train-samples", "64"]
-STRATEGIES = {
-    "zero3": ["--choice", "zero3", *PLAIN],
-    "tp": ["--choice", "zero1", "--mesh", "dp=2,tp=2", "--ranks", "4", *LANGUAGE],
-}
-MORE = {
-    "filling": ["--choice", "zero1", "--workload", "sample", "--device", "cpu", "--train-samples", "16"],
-    "flat": ["--choice", "flat_ddp", "--ranks", "3", *PLAIN],
-    "hook": ["--choice", "simple_ddp_hook", *PLAIN],
-    "buckets": ["--choice", "bucket_ddp_async", "--clip-grad-norm", "0.1", *LANGUAGE],
-    "fsdp": ["--choice", "pytorch_zero3", "--precision", "bf16", *LANGUAGE],
-    "zero2 bf16": ["--choice", "zero2", "--precision", "bf16", *LANGUAGE],
-    "against": ["--choice", "zero3", "--against", "pytorch_zero3", "--precision", "bf16", *LANGUAGE],
-    "compiled": ["--choice", "zero1", "--compile", *LANGUAGE],
-    "recomputed": ["--choice", "zero3", "--activation-checkpointing", "block", *LANGUAGE],
-    "selective": ["--choice", "zero2", "--activation-checkpointing", "selective", *LANGUAGE],
-    "offload": ["--choice", "zero3", "--offload", "optimizer", *LANGUAGE],
-    "sequence": ["--choice", "zero2", "--mesh", "dp=2,tp=2", "--sequence-parallel", "--ranks", "4", *LANGUAGE],
-    "pytorch_tp": ["--choice", "pytorch_tp", "--mesh", "tp=2", *LANGUAGE],
-    "pipeline": ["--choice", "tp", "--mesh", "pp=2", *LANGUAGE],
-    "pipelines": ["--choice", "zero1", "--mesh", "dp=2,pp=2", "--ranks", "4", *LANGUAGE],
-    "context": ["--choice", "zero1", "--mesh", "cp=2", *LANGUAGE, "--sequence-length", "17"],  # and what fills it up
-    "ring": ["--choice", "tp", "--mesh", "dp=2,cp=2", "--ranks", "4", "--context-parallel", "ring", *LANGUAGE],
-    "experts": ["--choice", "zero1", "--mesh", "ep=2", "--workload", "sample-moe", "--device", "cpu"],
-    "hsdp": ["--choice", "zero3", "--mesh", "replicate=2,shard=2", "--ranks", "4", *PLAIN],
-}
+COMMANDS = RUNS["commands"]
 
 
-def agrees(arguments: list[str], folder: Path) -> None:
-    assert main([*arguments, "--steps", "2", "--output-dir", str(folder)]) == 0
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies_agree(name: str, tmp_path: Path) -> None:
-    agrees(STRATEGIES[name], tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MORE)
-def test_more_strategies_agree(name: str, tmp_path: Path) -> None:
-    agrees(MORE[name], tmp_path)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.exhaustive] * (how == "exhaustive"), id=name)
+        for how in ("often", "exhaustive")
+        for name, line in COMMANDS[how].items()
+    ],
+)
+def test_strategies_agree(line: str, tmp_path: Path) -> None:
+    for name in ("PLAIN", "LANGUAGE"):
+        line = line.replace(name, COMMANDS[name])
+    assert main([*line.split(), "--steps", "2", "--output-dir", str(tmp_path)]) == 0
