@@ -1,7 +1,5 @@
 """Percent of ideal of attention that is cut over ranks."""
 
-from contextlib import nullcontext
-from pathlib import Path
 from unittest.mock import patch
 
 import pandas as pd
@@ -46,15 +44,3 @@ def test_ideal_is_the_whole_divided_by_the_ranks(ranks: RankPool) -> None:
 def test_what_ranks_do_not_divide_is_refused(ranks: RankPool) -> None:
     for heads, tokens, message in ((3, 64, "do not divide 3 attention heads"), (2, 6, "multiple of twice the 2 ranks")):
         assert all(message in said for said in ranks.run(2, message_of, UserError, measured, heads, tokens))
-
-
-def test_the_folder_of_the_table_is_made(tmp_path: Path) -> None:
-    path, ranks = tmp_path / "no" / "folder" / "1.csv", Ranks(0, 1, torch.device("cpu"), "gloo")
-    with (
-        patch("sys.argv", ["context.py", "--csv", str(path)]),
-        patch("ddp_lab.runtime.distributed.joined_ranks", lambda config: nullcontext(ranks)),
-        patch("ddp_lab.runtime.process.environment.silence_libraries"),
-        patch.object(context, "measured", lambda *_: pd.DataFrame({"way": ["ring"]})),
-    ):
-        context.main()
-    assert pd.read_csv(path).way.tolist() == ["ring"]

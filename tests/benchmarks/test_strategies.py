@@ -4,7 +4,6 @@ import io
 from contextlib import ExitStack, redirect_stdout
 
 import pandas as pd
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,23 +44,6 @@ def test_loops_beside_the_choices_compute_in_their_precision(ranks: RankPool) ->
         assert table["exposed_ms_median"].isna().tolist() == [label == "zero3" for label in table["choice"]]
     (plain,) = ranks.run(1, measured, "local")
     assert plain["peak_bytes"]["local"] != table["peak_bytes"]["local"]
-
-
-@pytest.mark.slow
-def test_meshes_are_compared_in_one_run(ranks: RankPool) -> None:
-    choices = "tp:mesh=tp2,tp:mesh=tp2:sequence_parallel=on"
-    for table in ranks.run(2, on_meshes, choices):
-        assert table["choice"].tolist() == ["pytorch_ddp", *choices.split(","), "local", "runtime"]
-        assert table["ratio_median"].notna().all()
-        part, whole = table["expected_resting_bytes"][choices.split(",")[0]], table["expected_resting_bytes"]["local"]
-        assert part < 0.6 * whole, "a rank holds its part"
-
-
-def on_meshes(choices: str) -> pd.DataFrame:
-    options = parse(["--choices", choices, "--workload", "sample-lm", "--rounds", "1"])
-    config = RunConfig(workload="sample-lm", task="causal-lm", train_samples=8, eval_samples=1, grad_accum_steps=1)
-    with ExitStack() as stack:
-        return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
 
 
 def test_host_time_of_choices(ranks: RankPool) -> None:

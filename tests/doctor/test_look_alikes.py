@@ -54,3 +54,18 @@ def test_an_exception_that_python_ignored_ended_nothing() -> None:
     found = diagnose(Facts(texts=[to_text("train.log", "\n".join([*log, *removed]).encode())]))
     assert found[0].details == ["It is KeyError: 'labels', in /app/train.py:7 (main)."]
     assert verdicts("\n".join(removed)) == []
+
+
+STEPS = [f"step {step} loss {2.5 - step / 100:.3f}" for step in range(120)]
+
+
+def test_a_caught_error_is_not_why_the_job_ended_later_and_a_scheduler_hides_no_cause() -> None:
+    caught = ["RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "batch size 32 fits", *STEPS]
+    ended = ["ValueError: checkpoint is not writable", "exitcode  : 1 (pid: 20)"]
+    assert verdicts("\n".join([*caught, *ended]))[0] == "program-exception"
+    early = ["ValueError: cannot identify image, replaced by a blank one", *STEPS, "KeyError: 'labels'", ended[1]]
+    found = diagnose(Facts(texts=[to_text("train.log", "\n".join(early).encode())]))
+    assert found[0].details == ["It is KeyError: 'labels'."]
+    limit = "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***"
+    assert verdicts(f"[rank2]: KeyError: 'labels'\n{limit}")[0] == "program-exception"
+    assert verdicts("\n".join([*STEPS, limit])) == ["job-ended-by-scheduler"]

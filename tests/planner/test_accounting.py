@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -18,15 +17,11 @@ from ddp_lab.planner.decoders import Batch, Decoder, total
 from ddp_lab.planner.gpt2 import decoder_of
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.masks import without_useless_mask
-from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION
 from ddp_lab.strategy.accounting import ModelSize, expected_state_bytes
 from ddp_lab.strategy.options import PRECISIONS
 from ddp_lab.strategy.precision import autocast, bring_to
-from tensor_parallel.parallelize import parallelize
-from tensor_parallel.plan import plan_of
 from tests.planner.simulation.test_simulate import simulated
-from tests.ranks import RankPool
 from tests.tables import each_row
 
 GIB = 2**30
@@ -173,22 +168,3 @@ def test_parameters_that_are_cast() -> None:
     """The table of docs/how-it-works/mixed_precision.md."""
     found = {stage: formula(stage, "fp32", casts=True) for stage in ("zero1", "zero2", "zero3")}
     assert found == {"zero1": "6 + 12/N", "zero2": "2 + 16/N", "zero3": "16/N"}
-
-
-def parts_of_a_rank(kv_heads: int, samples: int, precision: str) -> tuple[int, int]:
-    """Elements of its parameters, and what autograd keeps."""
-    module = llama(kv_heads)
-    with mesh_groups(Mesh({"tp": dist.get_world_size()}), "cpu") as groups:
-        parallelize(module, plan_of(module, groups.mesh.model_size), groups, torch.device("cpu"))
-        kept = kept_bytes(module, samples, TOKENS, precision)
-    return sum(parameter.numel() for parameter in module.parameters()), kept
-
-
-@pytest.mark.parametrize(("precision", "samples", "kv_heads", "size"), [("fp32", 1, 2, 2), ("bf16", 3, 2, 4)])
-def test_parts_of_layers_cut_over_ranks(
-    ranks: RankPool, precision: str, samples: int, kv_heads: int, size: int
-) -> None:
-    part = classifier(kv_heads).part(size)
-    for elements, kept in ranks.run(size, parts_of_a_rank, kv_heads, samples, precision):
-        assert elements == total(part.parameter_terms())
-        assert kept == pytest.approx(total(part.activation_terms(Batch.of(samples, TOKENS, precision))), rel=0.02)

@@ -1,7 +1,6 @@
 """Plans: rows, intervals and recommendation of known simulations; the command as a user runs it."""
 
 import importlib
-import io
 import json
 import re
 import subprocess
@@ -14,7 +13,6 @@ from unittest import mock
 import pandas as pd
 import pytest
 import torch
-from rich.console import Console
 
 import sharding
 from ddp_lab import progress
@@ -26,11 +24,10 @@ from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
 from ddp_lab.planner.plan import Case, Outcome, simulating
 from ddp_lab.planner.rates import TABLE, flops_of_a_sample, listed_price, multiplied
-from ddp_lab.planner.report.columns import PLAN_COLUMNS, WIDTH
+from ddp_lab.planner.report.columns import PLAN_COLUMNS
 from ddp_lab.planner.report.recommendation import reasons, recommended
-from ddp_lab.planner.report.table import Plan, framed, interval
+from ddp_lab.planner.report.table import Plan, interval
 from ddp_lab.planner.report.wording import price_line, runner_command
-from ddp_lab.progress import long_work
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
 from ddp_lab.runtime.records.flops import model_flops
@@ -131,18 +128,6 @@ def test_prices_are_of_devices_that_there_are() -> None:
     assert price_line(case(price=3.99)) == "Price: $3.99 an hour for each device (as given)."
 
 
-def test_a_table_is_as_wide_as_there_is_room() -> None:
-    rows = made(price=3, tokens=1e9, zero1=simulation(100, 20, 20)).rows
-    plain = framed(rows)
-    wide = framed([row | {"mesh": "replicate=1024,shard=1024,tp=8"} for row in rows])
-    for frame, has_peak in ((plain, True), (wide, False)):
-        table = plan_command.printed(frame)
-        labels = [str(column.header).replace("\n", ", ") for column in table.columns]
-        text = Console(width=300, file=io.StringIO())
-        assert text.measure(table).maximum <= WIDTH and ("peak, GiB" in labels) == has_peak
-        assert {"choice, ", "fits, ", "1e9 tokens, $", "in all, hours", "to spare, GiB"} <= set(labels)
-
-
 def test_interval() -> None:
     """Of collectives 0.3; communication is in flight for 60 of 100 ms, and compute for 80."""
     for compute_error, half in ((0.3, 30), (0.2, 20 + 0.1 * 60), (0.4, 30 + 0.1 * 80)):
@@ -153,45 +138,24 @@ def test_interval() -> None:
 # Recommendation -----------------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_that_fits_is_recommended() -> None:
-    plan = made(simple_ddp=simulation(90, 20, 30), flat_ddp=simulation(100, 10, 19), zero3=simulation(150, 60, 5))
-    assert recommended(plan.rows)["choice"] == "flat_ddp"  # type: ignore[index]
-    text = " ".join(reasons(plan.rows))
-    assert text.startswith("Take flat_ddp (main_ddp.py --ddp-choice flat_ddp): 100.0 ms a step (")
-    assert "zero3, 50.0 ms a step slower, with 50.0 ms more of exposed communication" in text
-    assert "Not on these devices: simple_ddp; of them simple_ddp comes nearest, short of 8.51 GiB." in text
-    assert "zero3 has the smallest peak: 5.00 GiB, at 1.50 times the step time" in text
-
-
 @each_row(
-    ("peaks", "taken", "why"),
+    ("times", "peaks", "taken"),
     [
-        ((9, 8, 1), "simple_ddp", "flat_ddp; simple_ddp is taken since it is the simplest of them with ample room."),
-        ((19, 18, 1), "flat_ddp", "simple_ddp; flat_ddp is taken since its peak is the smallest of them."),
-        ((21, 20.5, 20), "flat_ddp", "simple_ddp; flat_ddp is taken since its peak is the smallest of them."),
+        ((90, 100, 150), (30, 19, 5), "flat_ddp"),  # the fastest that fits
+        ((101.9, 100, 102.1), (9, 8, 1), "simple_ddp"),  # of equally fast ones the simplest where there is room,
+        ((101.9, 100, 102.1), (19, 18, 1), "flat_ddp"),  # else the one with the smallest peak
+        ((101.9, 100, 102.1), (21, 20.5, 20), "flat_ddp"),
+        ((120, 100, 130), (20.5, 20, 10), "zero3"),  # what leaves less than a tenth is not
+        ((90, 90, 90), (40, 40, 30), None),  # nothing fits
     ],
 )
-def test_of_equally_fast_ones_the_simplest_where_there_is_room(peaks: tuple[float, ...], taken: str, why: str) -> None:
-    names, times = ("simple_ddp", "flat_ddp", "zero3"), (101.9, 100, 102.1)
-    of = {name: simulation(ms, 0, peak) for name, ms, peak in zip(names, times, peaks, strict=True)}
-    assert recommended(made(**of).rows)["choice"] == taken  # type: ignore[index]
-    text = " ".join(reasons(made(**of).rows))
-    assert f"Equally fast within 2%: {why}" in text
-    assert ("Nothing leaves a tenth of the memory free" in text) == (peaks[0] == 21)
-
-
-def test_what_leaves_less_than_a_tenth_is_not_recommended() -> None:
-    plan = made(flat_ddp=simulation(100, 0, 20), zero3=simulation(130, 0, 10))
-    text = " ".join(reasons(plan.rows))
-    assert text.startswith("Take zero3 ") and "flat_ddp is faster, 100.0 ms a step, and not recommended" in text
-    assert "Next in speed" not in text
-
-
-def test_where_nothing_fits_or_is_known() -> None:
-    plan = made(simple_ddp=simulation(90, 0, 40), zero3=simulation(90, 0, 30), zero1=None)
-    assert recommended(plan.rows) is None
-    (line,) = reasons(plan.rows)
-    assert line.startswith("No choice fits. zero3 comes nearest: its peak of 30.00 GiB is 8.51 GiB more")
+def test_which_choice_is_recommended(times: tuple[float, ...], peaks: tuple[float, ...], taken: str | None) -> None:
+    names = ("simple_ddp", "flat_ddp", "zero3")
+    rows = made(**{name: simulation(ms, 0, gib) for name, ms, gib in zip(names, times, peaks, strict=True)}).rows
+    best = recommended(rows)
+    assert (best and best["choice"]) == taken
+    text = " ".join(reasons(rows))
+    assert text.startswith(f"Take {taken} (main_" if taken else "No choice fits. zero3 comes nearest: ")
     assert "nothing to recommend" in reasons(made(zero1=None).rows)[0]
 
 
@@ -201,17 +165,15 @@ def test_where_nothing_fits_or_is_known() -> None:
 @each_row(
     ("peaks", "said"),
     [
-        (
-            {"block": 12, "selective": 20, "micro 1": 30},
-            "zero1 would fit with any of: --activation-checkpointing selective (20.00 GiB at the peak, 90.0 ms a "
-            "step); --activation-checkpointing block (12.00 GiB at the peak, 90.0 ms a step)",
-        ),
-        ({}, "zero1 would fit with none of: --grad-accum-steps 8 (a micro-batch of 1); "),
-        ({"8": 8}, "any of: 8 devices (8.00 GiB at the peak, 90.0 ms a step)."),
-        ({"zero3": 9}, "zero3 (9.00 GiB at the peak, 90.0 ms a step)"),
+        ({"block": 12, "selective": 20, "micro 1": 30}, ("selective (20.00 GiB", "block (12.00 GiB")),
+        ({}, ("would fit with none of: --grad-accum-steps 8",)),
+        ({"8": 8}, ("any of: 8 devices (8.00 GiB at the peak, 90.0 ms a step)",)),
+        ({"zero3": 9}, ("zero3 (9.00 GiB",)),
     ],
 )
-def test_what_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch, peaks: dict[str, float], said: str) -> None:
+def test_what_does_not_fit_says_what_would(
+    monkeypatch: pytest.MonkeyPatch, peaks: dict[str, float], said: tuple[str, ...]
+) -> None:
     def outcomes(tasks: list[tuple[Case, str]], jobs: int | None) -> list[Outcome]:
         found = []
         for each, choice in tasks:
@@ -224,18 +186,7 @@ def test_what_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch, peak
     of = case(batch=16)
     plan = Plan([of], [Outcome(of, "zero1", simulation(100, 0, 30)), Outcome(of, "simple_ddp", None, "?")])
     (sentence,) = beside.besides(plan, 1, recorded=False)
-    assert said in sentence
-
-
-def test_a_language_model_may_fit_with_its_loss_in_parts_and_what_fits_has_a_price() -> None:
-    planned = case(price=2.0)
-    assert not [words for words, _ in beside.smaller(planned, "zero1") if "--loss-chunks" in words]
-    planned = replace(planned, model=replace(planned.model, task="causal-lm"))
-    tried = [each for each in beside.smaller(planned, "zero1") if each[0] == "--loss-chunks 8"]
-    assert [of.config.strategy.loss_chunks for _, (of, _) in tried] == [8]
-    said = beside.what_fits({"name": "zero1"}, tried, [Outcome(planned, "zero1", simulation(100, 0, 8))])
-    dollars = 2.0 * 2 / 3600 / (planned.config.global_batch_size / 0.1 * 128) * 1e9
-    assert f"--loss-chunks 8 (8.00 GiB at the peak, 100.0 ms a step, {dollars:,.0f} $ for a billion tokens)" in said
+    assert all(words in sentence for words in said)
 
 
 def test_what_would_be_faster_is_simulated_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,10 +203,7 @@ def test_what_would_be_faster_is_simulated_too(monkeypatch: pytest.MonkeyPatch) 
     )
     blocks = replace(case(), config=case().config.but(activation_checkpointing="block"))
     (sentence,) = beside.besides(Plan([blocks], [Outcome(blocks, "zero1", simulation(100, 0, 9))]), 1, recorded=False)
-    assert sentence == (
-        "Faster, of zero1: --precision bf16 60.0 ms a step and 8.00 GiB and --activation-checkpointing selective "
-        "70.0 ms a step and 8.00 GiB at the peak."
-    )
+    assert "--precision bf16 60.0 ms" in sentence and "selective 70.0 ms" in sentence and "none" not in sentence
 
 
 @each_row(
@@ -284,17 +232,14 @@ def test_the_command_of_a_run_is_one(gpus: str, mesh: str | None, choice: str, w
 
 def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     """On the real simulator: choices of both families, one that cannot be simulated, table and CSV."""
-    files = ["--csv", str(tmp_path / "a" / "plan.csv")]
-    where = [*WHERE, "--price", "0.8", "--jobs", "1", "--precision", "bf16"]
-    answer = plan(*TINY, *where, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
+    files = ["--csv", str(tmp_path / "a" / "plan.csv"), "--price", "0.8", "--jobs", "1", "--precision", "bf16"]
+    answer = plan(*TINY, *WHERE, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
     assert answer.returncode == 0, answer.stderr
     loads, begun, *choices_done = answer.stderr.splitlines()  # a pipe sees each choice when it is done
     assert (loads, begun[:20]) == ("loading torch", "simulating 4 choices") and len(choices_done) == 4
     assert re.match(r"1 of 4, about \d+ s to go: bucket_ddp_async: [\d.]+ ms, peak [\d.]+ GiB$", choices_done[0])
-    assert choices_done[3].startswith("4 of 4: deepspeed_zero1: ")
-    assert answer.stdout.startswith("PREDICTED, not measured: Llama of 1 layers") and "Take " in answer.stdout
+    assert answer.stdout.startswith("PREDICTED, not measured: ") and "Take " in answer.stdout
     assert re.search(r"^Run it: uv run torchrun .* --precision bf16$", answer.stdout, re.MULTILINE), "one line"
-    assert "21.49 GiB of a device's memory stay unused: `ddp-lab plan search`" in answer.stdout
     table = pd.read_csv(tmp_path / "a" / "plan.csv")
     assert table.choice.tolist() == ["bucket_ddp_async", "pytorch_ddp", "baseline", "deepspeed_zero1"]
     assert list(table.columns) == [name for name in PLAN_COLUMNS if name in table.columns]
@@ -320,32 +265,9 @@ def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path: Path) -> None:
         assert answer.returncode == 0, answer.stderr
         found.append(pd.read_csv(table).step_time_ms[0])
     assert 1.2 < found[0] / found[1] < 1.5
-    assert "(4.7 M parameters)" in answer.stdout and "Take zero1@dp2-ep2 (main_parallel.py" in answer.stdout
-    assert " --workload sample-moe " in answer.stdout and " --model " not in answer.stdout
-    assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
+    assert "Take zero1@dp2-ep2 (main_parallel.py" in answer.stdout and " --workload sample-moe " in answer.stdout
     assert "Experts: each is assumed to get equally many tokens" in answer.stdout
-    assert "Experts: " not in plan(*TINY, *WHERE, "--choices", "zero1", "--jobs", "1").stdout
-
-
-def test_dropout_within_a_ring_is_said_to_be_left_out(tmp_path: Path) -> None:
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 64}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    flags = ["--model", str(tmp_path), "--task", "causal-lm", "--sequence-length", "64", "--gpus", "2xL4"]
-    left_out = "Dropout: that of attention (0.1) is left out. A ring refuses to run with it"
-    for way, said in (("zigzag", left_out), ("ulysses", "")):
-        mesh = ["--mesh", "cp=2", "--context-parallel", way, "--choices", "zero1", "--link", "pcie4", "--jobs", "1"]
-        answer = plan(*flags, *mesh).stdout
-        assert said in answer and ("Dropout: " in answer) == bool(said)
-
-
-def test_a_terminal_shows_a_bar_below_what_is_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    with long_work("simulating", 2) as tell:
-        tell("zero1: 9 ms")
-    shown = capsys.readouterr().err
-    assert "zero1: 9 ms\n" in shown and "simulating" in shown and "1/2" in shown.split("zero1: 9 ms")[1]
+    assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
 
 
 def test_a_line_tells_that_long_work_goes_on(

@@ -144,11 +144,8 @@ def test_search_from_beginning_to_end(tmp_path: Path) -> None:
     table = tmp_path / "found.csv"
     answer = run_in_process(script, "search", *model, *how, "--tokens-per-step", "128", "--csv", str(table))
     assert answer.returncode == 0, answer.stderr
-    assert "A global batch of 8 samples of 16 tokens; causal-lm, bf16." in answer.stdout
     assert "Take zero1, one micro-batch of 4, no recomputation, compiled: " in answer.stdout
-    assert "--ddp-choice zero1 --task causal-lm " in answer.stdout and " --compile" in answer.stdout
-    assert "Without --compile: zero1, one micro-batch of 4, no recomputation: " in answer.stdout
-    assert "`ddp-lab plan` would take zero1, one micro-batch of 4, no recomputation: " in answer.stdout
+    assert " --ddp-choice zero1 " in answer.stdout and " --compile" in answer.stdout
     found = pd.read_csv(table)
     assert found.fits[0] == "yes" and found.micro_batch_size.max() == 4 and set(found["compile"]) == {"yes", "no"}
 

@@ -70,18 +70,18 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         return str(caught.value).removeprefix(f"--dataset {folder}: ")
 
     good = [{"text": "good", "label": "yes"}, {"text": "bad", "label": "no"}]
-    assert refusal(good, text="body") == (
-        "no column body (it has text, label); name yours by --text-column and --label-column"
-    )
-    assert refusal(good, [*good, {"text": "so so", "label": "maybe"}]) == (
-        "row 3 of split test has label 'maybe' in column label; training data have 'no', 'yes'"
-    )
-    assert refusal([*good, {"text": None, "label": "no"}]) == (
-        "row 3 of split train has None in column text; every row needs a text"
-    )
-    assert refusal([*good, {"text": " ", "label": "no"}]) == "row 3 of split train has an empty text in column text"
-    assert "row 3 of split train has label None" in refusal([*good, {"text": "what", "label": None}])
-    assert refusal(good[:1]) == "split train: column label has 'yes'; classification needs two labels or more"
-    fractions = [{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}]
-    assert refusal(fractions) == "split train: column label has 0.5; a label is a name or a whole number"
-    assert "a label is a name or a whole number" in refusal([{"text": "a", "label": [1, 2]}])
+    assert "no column body (it has text, label); name yours by --text-column" in refusal(good, text="body")
+    said = refusal(good, [*good, {"text": "so so", "label": "maybe"}])
+    assert said == "row 3 of split test has label 'maybe' in column label; training data have 'no', 'yes'"
+    for row, expected in (
+        ({"text": None, "label": "no"}, "row 3 of split train has None in column text; every row needs a text"),
+        ({"text": " ", "label": "no"}, "row 3 of split train has an empty text in column text"),
+        ({"text": "what", "label": None}, "row 3 of split train has label None"),
+    ):
+        assert expected in refusal([*good, row])
+    for rows, expected in (
+        (good[:1], "split train: column label has 'yes'; classification needs two labels or more"),
+        ([{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}], "a label is a name or a whole number"),
+        ([{"text": "a", "label": [1, 2]}], "a label is a name or a whole number"),
+    ):
+        assert expected in refusal(rows)

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
-import sharding
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import prose
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
 from tests.ranks import RankPool
-from tests.runtime.test_run import record_of, run_here
+from tests.runtime.test_run import record_of, run_here, run_sharded
 from tests.tables import each_row
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64, "vocab_size": 400}
@@ -49,10 +47,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "texts" / f"{number}.txt").write_text(text)
     (folder / "text.txt").write_text("\n\n".join(texts))
     (folder / "short.txt").write_text("Only a few words.")
-    rows = [{"text": text} for text in texts] + [{"text": 7}]
-    (folder / "number.jsonl").write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in rows[:-1]))
-    with (folder / "number.jsonl").open("a") as file:
-        file.write(json.dumps({"text": None}) + "\n")
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in [*texts, None])
+    (folder / "number.jsonl").write_text(rows)
     prompts = [{"prompt": text[:90], "completion": text[90 : 90 + 5 * n]} for n, text in enumerate(texts * 3)]
     prompts[4]["prompt"] *= 9
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
@@ -149,17 +145,6 @@ def test_prompts_and_completions(ranks: RankPool, local: Path, tmp_path: Path) -
     )
 
 
-def generated_here(settings: dict[str, Any]) -> str | None:
-    import torch
-
-    from ddp_lab.runtime.distributed import Ranks
-    from ddp_lab.runtime.run import train_and_record
-
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    train_and_record(RunConfig.of(**settings), ranks, sharding.load)
-    return None
-
-
 def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local: Path, tmp_path: Path) -> None:
     """GPT-2's embeddings are tied."""
     texts = []
@@ -167,7 +152,7 @@ def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local: Path
         settings = settings_of(local, tmp_path, choice=name, generate=8, prompt="The value of", max_steps=1)
         if name == "baseline":
             settings["bucket_cap_mb"] = 25.0
-        ranks.run(2, generated_here, settings)
+        ranks.run(2, run_sharded, settings)
         texts.append(record_of(tmp_path, name)["generated"])
     assert texts[0] == texts[1] == texts[2] and texts[0]["tokens"] == 8 and texts[0]["prompt"] == "The value of"
 
@@ -177,7 +162,6 @@ BAD = {
     "no text column": ({"dataset": "text.json"}, "no column text (it has body); give --text-column"),
     "too little text": ({"dataset": "short.txt"}, "needs one for each of 2 ranks"),
     "more than the model takes": ({"sequence_length": 65}, "takes at most 64 tokens"),
-    "a workload that classifies": ({"workload": "sample"}, "--task causal-lm goes with --workload hub or sample-lm"),
 }
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +81,6 @@ def test_the_example_trains_under_every_kind_of_choice(ranks: RankPool, tmp_path
         assert record["train_loss"] == pytest.approx(records[0]["train_loss"], rel=1e-5)
         assert record["eval"]["loss"] < 0.85 * record["train_loss"][0]
         assert record["model_flops_per_sample"] == 2 * (2 * 10 * 64 + 3 * 64 * 1), "the inputs need no gradient"
-
-
-def test_warnings_of_own_code_are_shown(tmp_path: Path) -> None:
-    """Those of shapes that do not fit, say, though libraries are silent."""
-    path = tmp_path / "own.py"
-    path.write_text(
-        "import torch\n\ndef build():\n    torch.nn.MSELoss()(torch.ones(2, 1), torch.ones(2))\n"
-        "    torch.nn.functional.mse_loss(torch.ones(3, 1), torch.ones(3))\n"
-    )
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.filterwarnings("ignore")  # as a run does
-        own._function(f"{path}:build")()
-        warnings.warn_explicit("of a library", UserWarning, "library.py", 1, "library")
-    assert [str(each.message)[:19] for each in shown] == ["Using a target size"] * 2
 
 
 def test_docs_have_every_field() -> None:

@@ -12,8 +12,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
 )
 
 from ddp_lab.runtime.data.causal_lm import keeps_documents_apart
@@ -94,10 +92,3 @@ def test_a_packed_document_has_the_logits_of_the_document_alone(name: str) -> No
     ]
     torch.testing.assert_close(output.loss * target_count(batch), torch.stack(losses).sum())
     assert keeps_documents_apart(model)
-
-
-def test_models_that_cannot_be_packed_are_found_out() -> None:
-    """OPT makes positions of its own from the mask."""
-    config = OPTConfig(**SHAPE, ffn_dim=16, word_embed_proj_dim=16)
-    model = OPTForCausalLM(config).train()
-    assert not keeps_documents_apart(model) and model.training

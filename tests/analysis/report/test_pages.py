@@ -15,9 +15,9 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.report.figures import axis_end
-from ddp_lab.analysis.report.figures.lanes_figure import drawn_lanes, lanes_figure
+from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
 from ddp_lab.analysis.report.figures.memory import memory_figure
-from ddp_lab.analysis.report.figures.times import PARTS, loss_figure, parts_figure, ranks_figure
+from ddp_lab.analysis.report.figures.times import PARTS, parts_figure, ranks_figure
 from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.report.pages.summary import lanes_section, write_summary
@@ -157,32 +157,6 @@ def test_pages_fit_and_draw_every_figure_where_it_stays(
 
 
 @needs_browser
-def test_a_comparison_opens_with_all_that_is_needed_first(folder: Path, open_page: Opener) -> None:
-    """Verdict, bars and table fit, also in a browser that runs no script."""
-    page = open_page(folder / "compare.html", viewport={"width": 400, "height": 1000})
-    assert page.locator("html").evaluate("root => root.scrollWidth") == 400
-    boxes = page.locator(".verdict, .steps, #choices").all()
-    assert len(boxes) == 3 and all(box.is_visible() for box in boxes)
-    scrolls = "table => table.parentElement.scrollWidth > table.parentElement.clientWidth"
-    assert not page.locator("#choices").evaluate(scrolls)
-    bars = page.locator(".bar").evaluate_all(
-        "bars => bars.map(bar => [...bar.children].reduce((w, i) => w + i.offsetWidth, 0))"
-    )
-    assert bars[0] == pytest.approx(bars[1] / 2, abs=2), "other takes half as long, and is the first"
-    assert order(page, "choices", "choice") == ["other", "pytorch_ddp"]
-    assert page.locator("details[open]").count() == 0 and page.locator("#no-script").is_hidden()
-
-
-@needs_browser
-def test_a_page_without_the_script_says_so(folder: Path, browser: Browser, tmp_path: Path) -> None:
-    for name in ("compare.html", "summary.html"):
-        page = browser.new_page()
-        page.goto(shutil.copy(folder / name, tmp_path / name).as_uri())
-        expect(page.locator("#no-script")).to_contain_text("Figures need the file plotly.min.js")
-        page.close()
-
-
-@needs_browser
 def test_tables_sort_by_click_and_by_keyboard(small_page: Path, open_page: Opener) -> None:
     page = open_page(small_page)
     heading = page.get_by_role("columnheader", name="size")
@@ -233,42 +207,13 @@ def test_an_outlier_flattens_no_figure() -> None:
     names = [f"choice_{n}" for n in range(8)]
     held = pd.DataFrame([memory_of(n, 0.9 if n else 20.0) for n in range(8)])
     held["expected_model_states_bytes"] = 140 * 2**20
-    bars = pd.DataFrame(
-        {"lane": names, "start": 0.0, "end": [2e4, *[1e3] * 7], "part": "idle", "text": "", "about": ""}
-    )
     parts = dict.fromkeys(PARTS, 0.0) | {"compute_ms": [20.0, *[1.0] * 7]}
     for figure, end, says in (
         (memory_figure(names, held), 1.25 * 180 * 1.3, "2,880.0 MiB, peak 4,000.0 MiB"),
         (parts_figure(names, pd.DataFrame(parts)), 1.25, "20 ms"),
-        (drawn_lanes(bars.assign(edge=""), dict.fromkeys(names, ""), bars.set_index("lane")["end"]), 1.25, "20 ms"),
     ):
         assert figure.layout.xaxis.range == pytest.approx((0, end), rel=1e-3)
         assert [(mark.y, mark.text) for mark in figure.layout.annotations] == [("choice_0", f"▸ {says}")]
-    assert figure.layout.meta == {"zooms": True, "whole": 20.0}, "Whole step shows it all"
-    loss = loss_figure({"a": {"train_loss": [2.0, 1.0] * 20}, "b": {"train_loss": [2.0, 1.0] * 19 + [5000.0, 1.0]}})
-    assert loss.layout.yaxis.range == (0, 2.5) and [mark.text for mark in loss.layout.annotations] == ["▴ 5,000"]
-    steps = pd.DataFrame({"rank": [0, 0, 1, 1], "step": [5, 6, 5, 6], "ms": [90.0, 1.0, 1.0, 1.0]})
-    heat = ranks_figure(steps, {"ms": "step time"}).data[0]
-    assert heat.zmax == 1.25 and [list(row) for row in heat.text] == [["90", ""], ["", ""]]
-
-
-@needs_browser
-def test_a_comparison_of_eight_fits_and_is_short(tmp_path: Path, open_page: Opener) -> None:
-    records = {name: record(name, 0.1 if name[-1] != "7" else 2.0) for name in (f"a_long_choice_{n}" for n in range(8))}
-    page = open_page(
-        write_comparison(Compared(records, {}, "a_long_choice_0", [], []), tmp_path),
-        viewport={"width": 1400, "height": 900},
-    )
-    assert len(page.locator("body").inner_text().split()) < 320
-    bars = page.locator(".bar").evaluate_all("bars => bars.map(bar => [bar.className, bar.children[0].offsetWidth])")
-    assert [kind for kind, _ in bars] == ["bar"] * 7 + ["bar cut"] and bars[0][1] > 600, "7 of 8 take most of the width"
-    for folded in page.locator("summary").all():
-        folded.click()
-    scrolls = "tables => tables.filter(t => t.scrollWidth > t.clientWidth).map(t => t.firstElementChild.id)"
-    assert page.locator(".scroll").evaluate_all(scrolls) == []
-    page.locator("td[data-meaning]").first.focus()
-    expect(page.locator("#tip")).to_contain_text("median wall time of an optimizer step")
-    assert len(page.locator("body").inner_text().split()) < 750
 
 
 RANKS = 18

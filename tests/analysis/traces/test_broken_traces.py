@@ -151,19 +151,15 @@ HOSTILE = ["<script>alert(1)</script>", "'\"><img src=x onerror=alert(1)>", "=cm
 
 @each_row("name", ["".join(HOSTILE), HOSTILE[2], "x" * 2**20])
 def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
+    """On the page, and in tables, where no field is a formula."""
     for rank in range(2):
         trace = cuda_trace(rank, **{"Process Group Name": name, "dtype": name, "Collective name": name})
         for part in trace["traceEvents"]:
             part["name"] = part["name"].replace("gemm", name)
-            if "stream" in part["args"]:
-                part["args"]["stream"] = f"{part['args']['stream']}{name}"
-        trace["distributedInfo"]["backend"] = name
         write(tmp_path / "traces" / f"rank_{rank}.json", trace)
     page = write_summary(analyse_window(find_windows(tmp_path / "traces")[0]), "<b>choice", tmp_path / "out")
-    text = page.read_text()
-    script = text.index("</style>")
-    assert "<b>choice" not in text[script:] and (name not in text[script:] or not set("<>\x00") & set(name))
+    text = page.read_text().partition("</style>")[2]
+    assert "<b>choice" not in text and (name not in text or not set("<>\x00") & set(name))
     assert len(text) < 6e6 and "x" * (LONGEST_NAME + 1) not in text
-    for path in page.parent.glob("*.csv"):
-        for row in csv.reader(path.open()):
-            assert not any(re.match(r"[=@\t\r]|[+-](?![\d.])", field) for field in row), (path.name, row)
+    rows = [row for path in page.parent.glob("*.csv") for row in csv.reader(path.open())]
+    assert not [field for row in rows for field in row if re.match(r"[=@\t\r]|[+-](?![\d.])", field)]

@@ -14,9 +14,8 @@ from ddp_lab.planner import command as script
 from ddp_lab.planner import models
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import card, hardware
-from ddp_lab.planner.costs.access import CAUSAL
 from ddp_lab.planner.costs.entries import Entry, filled, table
-from ddp_lab.planner.costs.kernels import SIZES, Sizes, attention, calls_of, on_memory
+from ddp_lab.planner.costs.kernels import SIZES, Sizes, on_memory
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, simulate_step
 from ddp_lab.runtime.config import RunConfig
@@ -68,14 +67,6 @@ def test_what_is_measured_is_in_the_table_s_units(recorded: Path) -> None:
     assert found.keys() == bounds.keys()
     for name, (least, most) in bounds.items():
         assert least <= found[name] <= most, name
-
-
-def test_a_kernel_is_timed_for_the_kind_that_the_planner_takes_it_for() -> None:
-    for access, runs in on_memory((64, 128)).items():
-        for run in runs:
-            assert max(calls_of(run), key=lambda call: call.bytes_moved).access == access
-    for run in attention(32, 64, 128):
-        assert [call.access for call in calls_of(run) if call.flops] == [CAUSAL]
 
 
 def test_the_form_of_attention_is_read_from_two_lengths() -> None:

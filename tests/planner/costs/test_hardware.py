@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.costs.access import CONTIGUOUS, KINDS
+from ddp_lab.planner.costs.access import CONTIGUOUS
 from ddp_lab.planner.costs.cluster import Device
 from ddp_lab.planner.costs.timing import Operators
 
@@ -37,7 +37,7 @@ def test_pretended_tensors_make_the_same_calls_as_real_ones() -> None:
     assert {"aten.addmm.default", "aten._fused_adamw_.default"} <= {each.name for each in real}
 
 
-def test_what_is_changed_in_place_is_read_and_written() -> None:
+def test_calls_count_what_operators_do() -> None:
     """Of 40 bytes each: a copy moves two, a sum in place three, and AdamW reads four and writes three of them."""
     left, right = torch.ones(10), torch.ones(10)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(10))], fused=True)
@@ -46,38 +46,19 @@ def test_what_is_changed_in_place_is_read_and_written() -> None:
         left.copy_(right)
         left.add_(right)
         left.mul_(2.0)
-        left.zero_()
         torch._foreach_add_([left], [right])
-        torch.mul(left, right, out=torch.empty(10))
         optimizer.step()
-    moved = {each.name: each.bytes_moved // 40 for each in operators.seen}
-    expected = {
-        "aten.copy_.default": 2,
-        "aten.add_.Tensor": 3,
-        "aten.mul_.Tensor": 2,
-        "aten.zero_.default": 1,
-        "aten._foreach_add_.List": 3,
-        "aten.mul.out": 3,
-        "aten._fused_adamw_.default": 7,
-    }
-    assert {name: moved[name] for name in expected} == expected
-
-
-def test_calls_count_what_operators_do() -> None:
-    with Operators() as operators:
-        left, right = torch.ones(3, 4), torch.ones(4, 5)
-        product = left @ right
-        left.add_(left)
-        product.view(15)
+        torch.ones(3, 4) @ torch.ones(4, 5)
+        torch.ones(15).view(3, 5)
         torch.nn.functional.embedding(torch.tensor([1, 2]), torch.ones(1000, 4))
-        left[:, :1].expand(3, 4).sum()
-    by_name = {each.name: each for each in operators.seen}
-    assert by_name["aten.mm.default"].flops == 2 * 3 * 4 * 5
-    assert by_name["aten.mm.default"].bytes_moved == 4 * (3 * 4 + 4 * 5 + 3 * 5)
-    assert by_name["aten.add_.Tensor"].bytes_moved == 2 * 4 * 12
-    assert by_name["aten.view.default"].bytes_moved == 0
-    assert by_name["aten.embedding.default"].bytes_moved == 4 * (8 + 8) + 2 * 8  # rows read, rows written, indices
-    assert by_name["aten.sum.default"].bytes_moved == 4 * (3 + 1)
+        torch.ones(3, 4)[:, :1].expand(3, 4).sum()
+    calls = {each.name.removeprefix("aten."): each for each in operators.seen}
+    assert calls["mm.default"].flops == 2 * 3 * 4 * 5
+    moved = {"copy_.default": 2 * 40, "add_.Tensor": 3 * 40, "mul_.Tensor": 2 * 40, "_foreach_add_.List": 3 * 40}
+    moved |= {"_fused_adamw_.default": 7 * 40 + 4, "mm.default": 4 * (3 * 4 + 4 * 5 + 3 * 5), "view.default": 0}
+    moved |= {"embedding.default": 4 * (8 + 8) + 2 * 8}  # rows read, rows written, indices
+    moved |= {"sum.default": 4 * (3 + 1)}
+    assert {name: calls[name].bytes_moved for name in moved} == moved
 
 
 def test_clusters() -> None:
@@ -129,28 +110,3 @@ def test_how_operators_reach_memory() -> None:
         torch._foreach_add_([wide, torch.ones(2)], 1.0)
         torch.nn.functional.embedding(torch.tensor([1, 2]), wide)
     assert {each.access for each in operators.seen} == {"contiguous"}, "long pieces, one result, or one after another"
-
-
-def test_rates_by_kind_of_operator() -> None:
-    """On an H100, as kernels were measured (docs/planner-costs.md), and where a compiler fuses them."""
-    h100 = hardware.device("H100")
-    heads = ((2, 32, 2048, 64),) * 3
-    forward = OperatorCall(
-        "aten._scaled_dot_product_flash_attention.default", heads, HALF, 68_719_476_736, 2**25, "causal"
-    )
-    backward = replace(forward, name=f"{forward.name}_backward", flops=5 * forward.flops // 2)
-    strided = OperatorCall("aten.neg.default", ((2, 32, 2048, 32),), HALF, 0, 2**24, "scattered")
-    mean = OperatorCall("aten.mean.dim", ((2, 2048, 2048),), ("float32",), 0, 2**25, "scattered")
-    derivative = OperatorCall("aten.silu_backward.default", ((2, 2048, 5632),) * 2, HALF, 0, 138_412_032, "derivative")
-    took = {"forward": 155e-6, "backward": 435e-6, "strided": 18.2e-6, "mean": 33.2e-6, "derivative": 62.5e-6}
-    calls = {"forward": forward, "backward": backward, "strided": strided, "mean": mean, "derivative": derivative}
-    for name, call in calls.items():
-        assert h100.seconds(call) - h100.launch_s == pytest.approx(took[name], rel=0.1), name
-    plain = h100.seconds(forward)
-    assert h100.seconds(replace(forward, access="contiguous")) == pytest.approx(2 * plain, rel=0.02), "not causal"
-    masked = replace(forward, name="aten._scaled_dot_product_efficient_attention.default", access="contiguous")
-    assert h100.seconds(masked) > 3 * plain
-    fused = h100.compiled(dict.fromkeys(KINDS, 0.5), 1e-5)
-    assert fused.seconds(mean) - fused.launch_s == pytest.approx((h100.seconds(mean) - h100.launch_s) / 2)
-    assert fused.seconds(forward) == plain and fused.host_s == 1e-5 < h100.host_s
-    assert hardware.device("H100-500W").elements_per_s == h100.elements_per_s, "as the one that it is like"

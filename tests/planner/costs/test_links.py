@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster, Link
 from ddp_lab.planner.costs.links import BASE_S, KINDS, LinkCosts
-from tests.tables import each_row
 
 SLOW, FAST = Link("slow", 1e-4, 1e8), Link("fast", 1e-6, 1e11)
 P = 12 * 2**20
@@ -36,24 +35,6 @@ def test_gloo_by_hand() -> None:
         ("scatter", 1, 3 / 4, 1 / 4),
     ):
         assert both(gloo_nodes(4), kind, 4) == pytest.approx((GLOO + hops * 1e-4, payloads * P / 1e8, share)), kind
-
-
-# Over links of 100 Mbit/s, nodes of one rank: docs/planner-costs.md has the commands.
-MEASURED_MS = {
-    2: (4, {"all_reduce": 343.8, "all_gather": 263.5, "reduce_scatter": 349.4, "broadcast": 337.3}),
-    4: (2, {"all_reduce": 254.7, "all_gather": 137.0, "reduce_scatter": 281.7, "broadcast": 501.4}),
-}
-"""By nodes: MiB of payload, and milliseconds of each kind."""
-
-
-@each_row("nodes", MEASURED_MS)
-def test_gloo_against_measurement(nodes: int) -> None:
-    link = Link("100mbit", hardware.link("100mbit").latency_s, 0.99 * 12.5e6)
-    cluster = replace(hardware.cluster(f"{nodes}x1xcpu", "loopback", "1gbit"), between=link)
-    mib, measured = MEASURED_MS[nodes]
-    for kind, milliseconds in measured.items():
-        cost = LinkCosts(cluster).cost(kind, mib * 2**20, tuple(range(nodes)))
-        assert cost.latency_s + cost.transfer_s == pytest.approx(milliseconds * 1e-3, rel=0.1), kind
 
 
 def test_groups_side_by_side_share_a_nodes_link() -> None:

@@ -4,18 +4,16 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
 
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import hardware, record
 from ddp_lab.planner.costs.record import RecordedCosts
-from ddp_lab.planner.costs.timing import MARK, TrainingStep, measure, seconds_by_number
+from ddp_lab.planner.costs.timing import TrainingStep, measure
 from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.errors import UserError
 
@@ -58,26 +56,6 @@ def test_a_record_holds_a_whole_step(content: dict[str, Any]) -> None:
     text = (Path(__file__).parents[3] / "docs" / "planner-costs.md").read_text()
     names = {*content, *content["steps"][0], *content["operators"][0]}
     assert {name for name in names if f"`{name}`" not in text} == set()
-
-
-def event(name: str, kind: DeviceType, host_us: float, device_us: float = 0.0, inner: tuple[Any, ...] = ()) -> Any:
-    took = SimpleNamespace(elapsed_us=lambda: host_us)
-    return SimpleNamespace(
-        name=name, device_type=kind, time_range=took, device_time_total=device_us, cpu_children=inner
-    )
-
-
-def test_on_cuda_kernels_count_and_marks_on_the_device_do_not() -> None:
-    """An operator of two kernels, one that launches none, and one on the host; as the profiler gives them."""
-    product = event("aten::mm", DeviceType.CPU, 9.0, 50.0)
-    events = [
-        event(f"{MARK}0", DeviceType.CPU, 30.0, 100.0, (product,)),
-        event(f"{MARK}0", DeviceType.CUDA, 70.0),
-        product,
-        event(f"{MARK}1", DeviceType.CPU, 5.0, 0.0, (event("aten::view", DeviceType.CPU, 1.0),)),
-    ]
-    assert seconds_by_number(events, 2, on_cuda=True) == pytest.approx([50e-6, 0.0])
-    assert seconds_by_number(events, 2, on_cuda=False) == pytest.approx([9e-6, 1e-6])
 
 
 def product(samples: int, name: str = "aten.mm.default", dtype: str = "float32") -> OperatorCall:

@@ -84,14 +84,6 @@ def test_the_device_waits_for_a_host_that_is_behind() -> None:
     assert clock.now_s == pytest.approx(1375e-6 + 35e-6)
 
 
-def test_network_cards_slow_compute_by_a_part() -> None:
-    for slowing, took in ((1.0, 1.5), (0.5, 1.25), (0.0, 1.0)):
-        clock = Clock(1.5)
-        clock.issue(CollectiveCost(0.0, 9.0, "link", slowing=slowing), Queue(1))
-        clock.compute(1.0)
-        assert clock.now_s == pytest.approx(took)
-
-
 def play(issued: list[tuple[float, CollectiveCost, int]], contention: float = 1.0) -> tuple[Clock, list[Flight]]:
     """Compute before each collective, which is issued in the queue of that number; wait for all."""
     clock, queues = Clock(contention), [Queue(1), Queue(2)]

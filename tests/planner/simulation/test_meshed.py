@@ -13,9 +13,7 @@ from torch import Tensor
 from ddp_lab.planner.contracts import MODEL_STATES
 from ddp_lab.planner.costs.cluster import Link
 from ddp_lab.planner.costs.links import LinkCosts
-from ddp_lab.planner.simulation.meshed import speaker
 from ddp_lab.planner.simulation.simulate import Simulation, adamw
-from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.strategy.accounting import storage_bytes
@@ -154,15 +152,6 @@ def test_experts_in_one_kernel_compute_what_a_loop_does() -> None:
         flops.append(sum(call.flops for call in calls))
         kernels.append(sum("grouped" in call.name for call in calls))
     assert flops[0] == flops[1] and kernels == [0, 2 * 2 * 3]  # layers, products, with two gradients
-
-
-def test_the_last_rank_of_a_contiguous_ring_speaks_for_all() -> None:
-    """It sees all tokens before its own, and the first rank only its own."""
-    speakers = {
-        way: speaker(RunConfig.of(choice="tp", mesh="dp=2,cp=2", context_parallel=way)) for way in ("ring", "zigzag")
-    }
-    assert speakers == {"ring": 1, "zigzag": 0}
-    assert speaker(RunConfig.of(choice="tp", mesh="cp=2,tp=2", context_parallel="ring")) == 2
 
 
 def test_groups_of_strided_ranks_use_the_link_between_nodes() -> None:

@@ -1,6 +1,7 @@
 """Plans of pipelines: the lists of actions take what they take on paper, and ranks hold what real ones hold."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -41,6 +42,7 @@ class Messages:
         return CollectiveCost(self.latency_s * (kind == MESSAGE), 0.0, "link")
 
 
+@cache
 def planned(
     schedule: str,
     ranks: int,

@@ -55,11 +55,10 @@ def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path) -> None:
 def test_error_feedback_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
     """And the resumed run says so."""
     settings = {**TINY, "compress": "int8", "no_profile": True, "output_dir": str(tmp_path), "checkpoint_every": 1}
-    assert ranks.run(2, run_here, {**settings, "max_steps": 1}) == [None, None]
-    assert ranks.run(2, run_here, {**settings, "max_steps": 2, "resume": "latest"}) == [None, None]
+    for more in ({"max_steps": 1}, {"max_steps": 2, "resume": "latest"}):
+        assert ranks.run(2, run_here, settings | more) == [None, None]
     first, resumed = records(tmp_path, "flat_ddp")
-    wanted = "resumed after step 1 without the error feedback of --compress int8, which is not saved"
-    assert first["notes"] == [] and resumed["notes"][0].startswith(wanted)
+    assert first["notes"] == [] and "without the error feedback of --compress int8" in resumed["notes"][0]
 
 
 def test_every_field_of_the_manifest_is_documented() -> None:

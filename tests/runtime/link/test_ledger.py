@@ -79,18 +79,6 @@ def test_directions_take_turns_on_a_connection_and_not_on_a_link(other_group: st
     assert links.ends(2, schedule.broadcast(2, 1000, root=1)) == [second, second]
 
 
-@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5)), min_size=1, max_size=60))
-def test_a_link_works_on_one_message_at_a_time(messages: list[tuple[float, float]]) -> None:
-    links = Links(2)
-    layout = links.ledger._layout
-    ends = [links.ledger._carry(layout.sending, ready, seconds) for ready, seconds in messages]
-    for (ready, seconds), end in zip(messages, ends, strict=True):
-        assert end >= ready + seconds - 1e-6
-    for moment in {0.0, *(ready for ready, _ in messages)}:  # what is ready later needs time after that moment
-        after = sum(seconds for ready, seconds in messages if ready >= moment)
-        assert max(ends) >= moment + after - 1e-6 or after == 0
-
-
 def test_groups_share_the_links_of_their_ranks() -> None:
     links, messages = Links(2), schedule.all_reduce(2, 1000)
     links.issue(1, at=[1.0, 1.0])

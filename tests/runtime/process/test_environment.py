@@ -1,4 +1,4 @@
-"""Threads of entrypoints wait for their turn, and libraries are quiet."""
+"""Threads of entrypoints wait for their turn."""
 
 import os
 import subprocess
@@ -66,34 +66,3 @@ def test_threads_wait_for_their_turn(chosen: str, expected: str) -> None:
         timeout=60,
     )
     assert answer.stdout == f"{expected}\n", answer.stderr
-
-
-OF_A_WINDOW = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-from ddp_lab.runtime.process.environment import KINETO, WARNINGS
-os.environ[KINETO] = WARNINGS
-import torch
-from torch.profiler import ProfilerActivity, profile
-from ddp_lab.runtime.profiling.profiler import QuietProfile
-
-plain = profile.stop_trace
-def stop_trace(profiler):
-    os.write(2, b"WARNING: of C++\\n")
-    print("of Python", file=sys.stderr)
-    plain(profiler)
-profile.stop_trace = stop_trace
-for level in WARNINGS, "2":
-    os.environ[KINETO] = level
-    print("level", level, file=sys.stderr, flush=True)
-    with QuietProfile(activities=[ProfilerActivity.CPU]):
-        torch.ones(2) + 1
-"""
-
-
-def test_two_kinds_of_the_profilers_lines_are_left_out() -> None:
-    """Real ones; warnings stay, and so do both kinds where the user has set the level."""
-    answer = subprocess.run([sys.executable, "-c", OF_A_WINDOW], capture_output=True, text=True, timeout=120)
-    _, ours, of_the_user = answer.stderr.split("level ")
-    assert "STAGE:" not in ours and "USDT:" not in ours and "STAGE:" in of_the_user and "USDT:" in of_the_user
-    assert all("WARNING: of C++" in said and "of Python" in said for said in (ours, of_the_user)), answer.stderr

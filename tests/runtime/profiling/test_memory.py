@@ -1,17 +1,14 @@
 """Memory: what the formula expects, what the recorder records of a step, and that it leaves nothing behind."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.profiling.allocations import workspace_changes
 from ddp_lab.runtime.profiling.memory import COMPONENTS
 from ddp_lab.runtime.profiling.memory_timeline import (
-    MemoryRecorder,
     build_timeline,
     model_states,
     peaks_of,
@@ -20,7 +17,6 @@ from ddp_lab.runtime.profiling.memory_timeline import (
 )
 from ddp_lab.strategy.accounting import ModelSize, expected_state_bytes
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, load, options_of
 from tests.ranks import RankPool
@@ -144,32 +140,3 @@ def test_a_recorded_step(ranks: RankPool, choice: tuple[str, str]) -> None:
         assert names == ["forward", "backward", "forward", "backward", "gradient_sync", "optimizer"]
         assert any(where.startswith("gradient of ") for where in timeline["where"])
         assert any("layers.1" in where for where in timeline["where"])
-
-
-def activations_of_a_chain(layers: int, width: int, samples: int) -> dict[str, Any]:
-    """Recorded step of a chain of linear layers and ReLUs, of which backward needs every layer's output."""
-    strategy = load(("ddp", "simple_ddp"))(MLP(layers, width), OPTIMIZERS["sgd"], StrategyOptions())
-    recorder = MemoryRecorder(strategy)
-    batch = dict.fromkeys(("inputs", "targets"), torch.ones(samples, width))
-    strategy.forward_backward([batch])
-    with recorder:
-        strategy.forward_backward([batch])
-        recorder.step()
-    return recorder.result()
-
-
-def test_the_peak_is_where_activations_are_most(ranks: RankPool) -> None:
-    """Six layers of 1000 x 64 floats each: linear and ReLU keep one output of 256 kB for backward, per layer.
-
-    The peak is at the end of forward or the start of backward, and holds parameters and all activations.
-    """
-    layers, width, samples = 6, 64, 1000
-    activation, parameters = 4 * width * samples, 4 * layers * width * width
-    for recorded in ranks.run(2, activations_of_a_chain, layers, width, samples):
-        assert recorded["peak_phase"] in ("forward", "backward")
-        assert recorded["peak_bytes"] >= parameters + layers * activation
-        assert recorded["peak_bytes"] <= parameters + (layers + 5) * activation
-        timeline = recorded["timeline"]
-        after = [index for index, where in enumerate(timeline["where"]) if where.startswith("layers.")]
-        grown = [timeline["allocated_bytes"][then] - timeline["allocated_bytes"][now] for now, then in pairwise(after)]
-        assert grown == [activation] * (layers - 1), "a layer's activation each"

@@ -14,7 +14,6 @@ from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.records.metrics import step_metrics
 from tests.ranks import RankPool
-from tests.runtime.test_flags import parsed
 from tests.runtime.test_run import record_of, run_here
 from tests.tables import each_row
 
@@ -106,16 +105,3 @@ def test_tensorboard_has_every_step(ranks: RankPool, tmp_path: Path, fails: bool
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 2.0), (1, 1.0), (2, 0.0)]
     assert {event.value for event in events.Scalars("tokens_per_second")} == {256.0}
-
-
-@each_row("target", ["tensorboard", "wandb"])
-def test_what_is_not_installed_is_said_in_one_line(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    for value, expected, spec in (
-        (target, f"{target} is not installed; run: uv sync --extra {target}", None),
-        ("tb", "'tb' is none", None),
-        ("wandb,wandb", "'wandb,wandb' names wandb twice", mock.Mock()),
-    ):
-        with mock.patch("ddp_lab.runtime.settings.training.find_spec", return_value=spec), pytest.raises(SystemExit):
-            parsed("--ddp-choice", "flat_ddp", "--log-to", value)
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and said.count("\n") == 1 and expected in said

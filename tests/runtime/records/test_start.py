@@ -66,7 +66,3 @@ def test_a_save_is_no_part_of_the_step_around_it() -> None:
         pass
     assert entered == [(3, phases.LOOP), (-1, "saving a checkpoint"), (3, phases.LOOP)]
     phases.record_phases_in(None)
-
-
-def test_a_process_knows_its_age() -> None:
-    assert 0 < phases.process_age_s() < 24 * 3600
