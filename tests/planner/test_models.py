@@ -12,7 +12,9 @@ from ddp_lab.runtime.data import hub
 from ddp_lab.runtime.data.causal_lm import sample_model
 from ddp_lab.runtime.data.packing import collate_sequences
 from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import CAUSAL_LM
+from tests.tables import each_row
 
 
 @each_row(

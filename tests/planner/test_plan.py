@@ -28,6 +28,7 @@ from ddp_lab.planner.report.columns import PLAN_COLUMNS
 from ddp_lab.planner.report.recommendation import reasons, recommended
 from ddp_lab.planner.report.table import Plan, interval
 from ddp_lab.planner.report.wording import price_line, runner_command
+from ddp_lab.progress import long_work
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
 from ddp_lab.runtime.records.flops import model_flops
