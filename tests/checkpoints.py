@@ -53,7 +53,7 @@ def here() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
 
 
-def make_strategy(choice: tuple[str, str], seed: int, model: str | None, dropout: float) -> Strategy:
+def make_strategy(choice: str, seed: int, model: str | None, dropout: float) -> Strategy:
     torch.manual_seed(seed)
     module = build(model, seed) if model else Everything(dropout)
     return load(choice)(module, lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True))
@@ -70,7 +70,7 @@ def steps(first: int, last: int) -> Iterator[StepData]:
 
 
 def train_to(
-    choice: tuple[str, str],
+    choice: str,
     last: int,
     folder: Path | None = None,
     dropout: float = 0.0,
@@ -86,7 +86,7 @@ def train_to(
         planned: Steps of the whole run. Default: `last`.
     """
     saving = {"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}
-    config = RunConfig.of(**{"choice": choice[1], "lr": 1e-2, "workload": "mlp", **saving, **changes})
+    config = RunConfig.of(**{"choice": choice, "lr": 1e-2, "workload": "mlp", **saving, **changes})
     checkpoints = Checkpoints(config, here(), "a run", {})
     checkpoints.require_steps_left(last)
     strategy = make_strategy(choice, 17 * checkpoints.done, model, dropout)
@@ -117,7 +117,7 @@ def fingerprints(strategy: Strategy, result: TrainingResult) -> dict[str, str]:
     return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
 
 
-def straight_and_stopped(choice: tuple[str, str], folder: Path, in_background: bool) -> list[dict[str, str]]:
+def straight_and_stopped(choice: str, folder: Path, in_background: bool) -> list[dict[str, str]]:
     """The same 4 steps of training without a stop and with one after step 2, and with another seed."""
     straight = fingerprints(*train_to(choice, 4, dropout=0.5))
     train_to(choice, 2, folder, dropout=0.5, checkpoint_async=in_background)
@@ -126,7 +126,7 @@ def straight_and_stopped(choice: tuple[str, str], folder: Path, in_background: b
     return [straight, stopped, other]
 
 
-def straight_and_asked_to_stop(choice: tuple[str, str], folder: Path) -> tuple[dict, dict, int, int]:
+def straight_and_asked_to_stop(choice: str, folder: Path) -> tuple[dict, dict, int, int]:
     """The same 8 steps without a stop, and with one that a single rank asked for in step 3.
 
     Returns:
@@ -141,12 +141,12 @@ def straight_and_asked_to_stop(choice: tuple[str, str], folder: Path) -> tuple[d
 
 
 def losses(
-    choice: tuple[str, str], last: int, folder: Path | None, resume: str | None = None, model: str | None = None
+    choice: str, last: int, folder: Path | None, resume: str | None = None, model: str | None = None
 ) -> list[float]:
     return train_to(choice, last, folder, resume=resume, model=model)[1].loss
 
 
-def error_of(choice: tuple[str, str], last: int, folder: Path | None, changes: dict[str, Any]) -> str:
+def error_of(choice: str, last: int, folder: Path | None, changes: dict[str, Any]) -> str:
     """The message for the user; empty if there is none."""
     try:
         train_to(choice, last, folder, **changes)

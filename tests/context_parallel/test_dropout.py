@@ -13,8 +13,8 @@ from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.mesh import Mesh
 from tests.context_parallel.test_attention import Case, layout_of
 from tests.models import build, make_batch
-from tests.parity import one_step
-from tests.pipeline_parallel.pipelines import CPU, strategy_in_pipeline
+from tests.parity import CPU, one_step, strategy_of
+from tests.parity import Case as Training
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -37,7 +37,7 @@ def a_step(mesh: str, choice: str, options: dict[str, Any]) -> tuple[float, dict
     def keep(name: str, part: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
         assert torch.equal(kept.setdefault(name, out != 0), out != 0), f"{name} drops others where it runs again"
 
-    with strategy_in_pipeline(mesh, choice, MODEL, **options) as strategy:
+    with strategy_of(Training(choice, MODEL, mesh, options)) as strategy:
         for name, part in drops(strategy.module).items():
             part.register_forward_hook(partial(keep, name))
         groups: Any = SimpleNamespace(mesh=Mesh.parse(mesh))

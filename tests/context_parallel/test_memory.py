@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import build
-from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.parity import Case, strategy_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -37,7 +37,7 @@ def saved_in(module: nn.Module, forward: Any) -> int:
 
 def held(mesh: str, model: str, options: dict[str, Any]) -> tuple[int, int]:
     """On a rank, and in one process."""
-    with strategy_in_pipeline(mesh, "tp", model, **options) as strategy:
+    with strategy_of(Case("tp", model, mesh, options)) as strategy:
         alone = build(model)
         return saved_in(strategy.module, strategy), saved_in(alone, alone)
 

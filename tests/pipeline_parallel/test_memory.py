@@ -15,7 +15,7 @@ from pipeline_parallel.checks import lists_of, most_in_flight
 from pipeline_parallel.schedules import SCHEDULES
 from pipeline_parallel.walk import Walk
 from tests.models import make_batch
-from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.parity import in_stages, strategy_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -58,7 +58,7 @@ def measured(strategy: Strategy) -> Iterator[Held]:
 
 def held(schedule: str, stages_per_rank: int) -> tuple[Held, Held]:
     """In a step of one micro-batch, and in one of several."""
-    with strategy_in_pipeline(f"pp={RANKS}", "tp", MODEL, schedule, stages_per_rank) as strategy:
+    with strategy_of(in_stages("tp", f"pp={RANKS}", MODEL, schedule)) as strategy:
         steps = []
         for micro_batches in (1, MICRO_BATCHES):
             strategy.zero_grad()
@@ -102,7 +102,7 @@ def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule: str, stage
 def left_in_flight(schedule: str) -> int:
     """Messages that one channel holds when a step has been walked, at most."""
     left = []
-    with strategy_in_pipeline(f"pp={RANKS}", "tp", MODEL, schedule) as strategy:
+    with strategy_of(in_stages("tp", f"pp={RANKS}", MODEL, schedule)) as strategy:
         plain = Channel.finish
         with mock.patch.object(Channel, "finish", lambda self: (left.append(len(self._in_flight)), plain(self))):
             strategy.forward_backward([make_batch(MODEL, SAMPLES, seed) for seed in range(MICRO_BATCHES)])

@@ -1,6 +1,5 @@
-"""Stages whose layers are cut over `tp`, or whose states are sharded over a part of the ranks."""
+"""Stages whose layers are cut over `tp`: dropout, and what is refused. Parity stands in `test_meshes.py`."""
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -10,81 +9,16 @@ import torch.distributed as dist
 import tensor_parallel
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
-from pipeline_parallel.schedules import SCHEDULES
 from tests.models import build, make_batch
-from tests.parity import Split
-from tests.pipeline_parallel.pipelines import strategy_in_pipeline
-from tests.pipeline_parallel.test_parity import check_in_pipeline
+from tests.parity import in_stages, strategy_of
 from tests.ranks import RankPool
 from tests.tables import each_row
-from tests.tensor_parallel.meshes import HAND_WRITTEN
-from tests.traffic import announced, counted_step
-
-MESHES = ("pp=2,tp=2", "dp=2,pp=2,tp=2", "replicate=2,shard=2,pp=2")
-WHOLE, CUT = {"sequence_parallel": False}, {"sequence_parallel": True}
-AGAIN = {**CUT, "activation_checkpointing": "block"}
-
-
-@each_row(
-    "mesh, choice, model, schedule, options",
-    [
-        ("dp=2,pp=2,tp=2", "zero1", "lm, llama", "zb-h1", CUT),
-        ("dp=2,pp=2,tp=2", "zero2", "lm, gpt2", "1f1b", AGAIN),
-        ("dp=2,pp=2,tp=2", "tp", "lm, gqa", "gpipe", WHOLE),
-        ("replicate=2,shard=2,pp=2", "zero3", "lm, long, gpt2", "interleaved", {}),
-    ],
-)
-def test_eight_ranks(
-    ranks: RankPool, mesh: str, choice: str, model: str, schedule: str, options: dict[str, Any]
-) -> None:
-    steps: list[Split] = [[[2, 1, 2, 1]] * Mesh.parse(mesh).data_size]
-    for rank in check_in_pipeline(ranks, mesh, choice, model, schedule, steps, options):
-        for held in rank["at_rest"]:
-            assert held / rank["whole"] == pytest.approx(0.5 if choice == "zero3" else 1, rel=0.03)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("choice", HAND_WRITTEN)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_all_of_them(ranks: RankPool, mesh: str, choice: str) -> None:
-    """Eight layers with shared keys and values are rounded by tp alone as much as is allowed, so these are two."""
-    model = ("lm, long", "lm, gqa", "lm, long, gpt2")[(MESHES.index(mesh) + HAND_WRITTEN.index(choice)) % 3]
-    ways = (WHOLE, CUT, AGAIN) if "tp" in mesh else ({},)
-    for schedule, way in product(SCHEDULES, ways):
-        cannot = (schedule, way) == ("zb-h1", AGAIN) or (schedule, model) == ("interleaved", "lm, gqa")
-        if not cannot and not ("replicate" in mesh and choice in ("tp", "simple_ddp")):
-            check_in_pipeline(ranks, mesh, choice, model, schedule, options=way)
-
-
-def one_step(choice: str, model: str, schedule: str, options: dict[str, Any]) -> Any:
-    """Announced, and issued in all groups."""
-    per_rank = 2 if schedule == "interleaved" else 1
-    with strategy_in_pipeline("dp=2,pp=2,tp=2", choice, model, schedule, per_rank, **options) as strategy:
-        for _ in range(2):
-            issued = counted_step(strategy, [make_batch(model, 3, seed) for seed in range(2)])
-        return announced(strategy, 2, clips=True), issued
-
-
-@each_row(
-    "choice, model, schedule, options",
-    [
-        ("tp", "lm, long, tied", "1f1b", WHOLE),
-        ("zero3", "lm, long, gpt2", "interleaved", CUT),
-        ("zero1", "lm, long", "1f1b", AGAIN),
-        ("zero1", "lm, long", "1f1b", {"activation_checkpointing": "every:3"}),
-    ],
-)
-def test_each_stage_announces_its_own(
-    ranks: RankPool, choice: str, model: str, schedule: str, options: dict[str, Any]
-) -> None:
-    for wanted, issued in ranks.run(8, one_step, choice, model, schedule, options):
-        assert issued == wanted
 
 
 def with_dropout(options: dict[str, Any]) -> Any:
     """Gradients of what all ranks of tp hold, with the state of random numbers; and on rank 0 all whole gradients."""
     model = "lm, gpt2, dropout"
-    with strategy_in_pipeline("pp=2,tp=2", "tp", model, **options) as strategy:
+    with strategy_of(in_stages("tp", "pp=2,tp=2", model, **options)) as strategy:
         strategy.load_full_state_dict(build(model).state_dict() if dist.get_rank() == 0 else {})
         assert strategy.model_parallel is not None
         torch.manual_seed(dist.get_rank() // 2)
@@ -94,7 +28,7 @@ def with_dropout(options: dict[str, Any]) -> Any:
         return alike | {"random numbers": torch.get_rng_state()}, strategy.full_gradients()
 
 
-@each_row("way", [WHOLE, CUT])
+@each_row("way", [{}, {"sequence_parallel": True}])
 def test_dropout(ranks: RankPool, way: dict[str, Any]) -> None:
     """Ranks of one stage draw alike what all of them compute, and a block that runs again draws what it drew."""
     plain = ranks.run(4, with_dropout, way)

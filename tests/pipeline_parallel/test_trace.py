@@ -14,8 +14,7 @@ from ddp_lab.analysis.traces.timeline import build_timeline
 from pipeline_parallel.actions import Shape, messages_of
 from pipeline_parallel.checks import lists_of, run_on_paper
 from pipeline_parallel.schedules import SCHEDULES
-from tests.parity import global_batch
-from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.parity import global_batch, in_stages, strategy_of
 from tests.ranks import RankPool
 
 MODEL, MICRO_BATCHES = "lm, long", 4
@@ -24,7 +23,7 @@ MODEL, MICRO_BATCHES = "lm, long", 4
 def write_traces(folder: Path, schedule: str, stages_per_rank: int) -> None:
     """On every rank, a trace of two steps after the first."""
     rank, mesh = dist.get_rank(), f"pp={dist.get_world_size()}"
-    with strategy_in_pipeline(mesh, "tp", MODEL, schedule, stages_per_rank) as strategy:
+    with strategy_of(in_stages("tp", mesh, MODEL, schedule)) as strategy:
         batches: Any = global_batch(MODEL, [[2] * MICRO_BATCHES], 0)[0]
         strategy.forward_backward(batches)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -18,7 +18,6 @@ from tests.runtime.checkpoint.test_runs import records
 from tests.runtime.records.test_metrics import lines_of
 from tests.runtime.test_run import run_here
 from tests.strategies.test_late_reads import reads_late
-from tests.strategies.test_traps import Choice
 from tests.tables import each_row
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 48, "eval_samples": 4, "no_profile": True}
@@ -85,7 +84,7 @@ def test_scale_and_growth_tracker_are_saved(ranks: RankPool, tmp_path: Path, sav
     assert ranks.run(3, loaded_by, loads, tmp_path / "saved") == [[scale, tracker]] * 3
 
 
-def train_late_and_in_time(choice: Choice) -> None:
+def train_late_and_in_time(choice: str) -> None:
     """The same scales, skipped steps and parameters; the host reads nothing of the step in which it is."""
     ends: list[Any] = []
     for is_late in (True, False):
@@ -109,5 +108,5 @@ def train_late_and_in_time(choice: Choice) -> None:
 
 
 @in_own_loops
-def test_the_scale_is_read_late(ranks: RankPool, choice: Choice) -> None:
+def test_the_scale_is_read_late(ranks: RankPool, choice: str) -> None:
     ranks.run(2, train_late_and_in_time, choice)

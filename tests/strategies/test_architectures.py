@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity import all_choices, in_own_loops
+from tests.parity import NAMES, in_own_loops
 from tests.ranks import RankPool
-from tests.strategies.cases.case import SAMPLES, Case, Choice, Outcome, Run, Samples, in_one_process, on_a_rank
+from tests.strategies.cases.case import SAMPLES, Case, Outcome, Run, Samples, in_one_process, on_a_rank
 from tests.strategies.cases.outcomes import assert_equal
 
 VOCABULARY, TOKENS = 48, 7
@@ -113,7 +113,7 @@ ARCHITECTURES = {
 }
 
 
-def train(name: str, choice: Choice) -> Outcome | str:
+def train(name: str, choice: str) -> Outcome | str:
     return on_a_rank(ARCHITECTURES[name], choice, 0.01)
 
 
@@ -122,19 +122,19 @@ def expected(name: str) -> Outcome:
     return in_one_process(ARCHITECTURES[name], 2)
 
 
-def check(ranks: RankPool, choice: Choice, names: Iterable[str]) -> None:
+def check(ranks: RankPool, choice: str, names: Iterable[str]) -> None:
     for name in names:
         assert_equal(name, ranks.run(2, train, name, choice), expected(name), ARCHITECTURES[name].tolerance)
 
 
 @in_own_loops
-def test_three_steps(ranks: RankPool, choice: Choice) -> None:
+def test_three_steps(ranks: RankPool, choice: str) -> None:
     """Of one architecture, in turn; zero3 also of T5, whose blocks hand on a tensor that the first one made."""
-    names = list(ARCHITECTURES)[all_choices().index(choice) % len(ARCHITECTURES) :][:1]
-    check(ranks, choice, ["T5", *names] if choice[1] == "zero3" else names)
+    names = list(ARCHITECTURES)[NAMES.index(choice) % len(ARCHITECTURES) :][:1]
+    check(ranks, choice, ["T5", *names] if choice == "zero3" else names)
 
 
 @pytest.mark.exhaustive
 @in_own_loops
-def test_three_steps_of_all(ranks: RankPool, choice: Choice) -> None:
+def test_three_steps_of_all(ranks: RankPool, choice: str) -> None:
     check(ranks, choice, ARCHITECTURES)

@@ -1,12 +1,9 @@
-"""How large buckets are where their user does not say, and that such buckets compute what one process does."""
+"""How large buckets are where their user does not say."""
 
-import pytest
 import torch
 from torch import nn
 
 from ddp.buckets import FEWEST_BUCKETS, MOST_WAITING, Bucket, fill_buckets, moves_at, usual_cap_bytes
-from tests.parity import check_parity
-from tests.ranks import RankPool
 
 
 def layers(width: int, depth: int) -> list[nn.Parameter]:
@@ -32,9 +29,3 @@ def test_large_gradients_move_as_they_come() -> None:
             assert all(one.grad is view for one, view in zip(parameters[: slot + 1], bucket.views, strict=False))
     bucket.complete()
     assert bucket.flat.tolist() == [slot for slot, p in enumerate(parameters) for _ in range(len(p))]
-
-
-@pytest.mark.parametrize(("model", "cap_mb"), [("llama", "auto"), ("tied", "auto"), ("odd", "auto"), ("odd", 25.0)])
-def test_they_compute_the_same(ranks: RankPool, model: str, cap_mb: float | str) -> None:
-    """`odd` has parameters of two dtypes, which share no bucket."""
-    check_parity(ranks, ("ddp", "bucket_ddp_async"), model, [[[2, 2], [2, 2]]] * 3, options={"bucket_cap_mb": cap_mb})

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.models import build, make_batch
-from tests.parity import Choice, assert_close, load, naming, options_of, oracle, over_own_loops, train_on_rank
+from tests.parity import Case, assert_close, load, naming, options_of, oracle, over_own_loops
+from tests.parity import trained as train
 from tests.ranks import RankPool
 
 
@@ -29,10 +30,10 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "flat_ddp": [{"compress": "int8"}, {"precision": "fp16", "loss_scale": 16.0}],
-    "bucket_ddp_async": [{"reduce_dtype": "bf16"}, {"overlap_optimizer": True}],
+    "bucket_ddp_async": [{"overlap_optimizer": True}],
     "zero1": [{"offload": "optimizer"}],
     "zero2": [{"param_dtype": "bf16"}],
-    "zero3": [{"param_dtype": "bf16", "offload": "parameters"}],
+    "zero3": [{"offload": "parameters"}],
 }
 """What makes tensors of its own."""
 TOLERANCES = {torch.float64: 1e-12, torch.bfloat16: 2**-6}
@@ -40,7 +41,7 @@ STEPS = [[[2, 1], [1, 3]]] * 2
 
 
 def trained(
-    choice: Choice, options: dict[str, Any], around: Callable[[], AbstractContextManager[Any]]
+    choice: str, options: dict[str, Any], around: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and norms of an fp32 model, and its state, by a loop of one's own and the runner's in turn."""
     module, batches = build("plain"), [make_batch("plain", 4, 10 * step + dist.get_rank()) for step in range(3)]
@@ -64,8 +65,8 @@ def trained(
         return numbers, strategy.full_state_dict()
 
 
-def all_trained(choice: Choice) -> None:
-    for options in [{}, *OPTIONS.get(choice[1], [])]:
+def all_trained(choice: str) -> None:
+    for options in [{}, *OPTIONS.get(choice, [])]:
         numbers, state = trained(choice, options, nullcontext)
         for name, around in AROUND.items():
             with naming((name, options)):
@@ -74,7 +75,8 @@ def all_trained(choice: Choice) -> None:
     found = {}
     for dtype in TOLERANCES:
         with naming(dtype), default_dtype(dtype):
-            found[dtype] = train_on_rank(choice, "plain", STEPS, clip=0.5), oracle("plain", STEPS, clip=0.5)
+            case = Case(choice, split=STEPS, clip=0.5)
+            found[dtype] = train(case), oracle(case)
     for dtype, tolerance in TOLERANCES.items() if dist.get_rank() == 0 else ():
         state, wanted = (result["state"] for result in found[dtype])
         assert_close(state, wanted, tolerance, f"parameter in {dtype}")
@@ -82,6 +84,6 @@ def all_trained(choice: Choice) -> None:
 
 
 @over_own_loops
-def test_defaults_of_torch(ranks: RankPool, choice: Choice) -> None:
+def test_defaults_of_torch(ranks: RankPool, choice: str) -> None:
     """Bitwise; and a model that is in the default dtype trains in that precision, as in one process."""
     ranks.run(2, all_trained, choice)

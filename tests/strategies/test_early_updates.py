@@ -13,22 +13,8 @@ from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.communication.agreement import NonFiniteError
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, build_and_step, message_of, train_on_rank
+from tests.parity import OPTIMIZERS, Case, build_and_step, message_of
 from tests.ranks import RankPool
-from tests.tables import each_row
-
-BUCKETS = ("ddp", "bucket_ddp_async")
-STEPS = [[[2, 2], [2, 2]]] * 4
-
-
-@each_row("model, optimizer", [("llama", "adam"), ("odd", "sgd"), ("branching", "adam")])
-def test_overlapping_the_optimizer_is_bitwise_the_same(ranks: RankPool, model: str, optimizer: str) -> None:
-    arguments = (BUCKETS, model, STEPS, optimizer, None, model != "branching")
-    early = ranks.run(2, train_on_rank, *arguments, {"bucket_cap_mb": 0.0005, "overlap_optimizer": True})
-    usual = ranks.run(2, train_on_rank, *arguments, {"bucket_cap_mb": 0.0005})
-    assert early[0]["loss"] == usual[0]["loss"]
-    for name, tensor in usual[0]["state"].items():
-        assert torch.equal(early[0]["state"][name], tensor), name
 
 
 def nonfinite_gradient(layer: int) -> str:
@@ -53,20 +39,8 @@ def test_a_bad_gradient_stops_early_updates(ranks: RankPool, layer: int) -> None
 
 
 def clip_early_updates() -> str:
-    strategy = build_and_step(BUCKETS, "plain", StrategyOptions(overlap_optimizer=True))
+    strategy = build_and_step(Case("bucket_ddp_async", options={"overlap_optimizer": True}))
     return message_of(UnsupportedError, strategy.clip_grad_norm_, 1.0)
-
-
-@each_row(
-    "choice, options, wanted",
-    [
-        (("ddp", "flat_ddp"), StrategyOptions(overlap_optimizer=True), "--overlap-optimizer"),
-        (("sharding", "zero1"), StrategyOptions(compress="int8"), "replicated strategies alone"),
-    ],
-)
-def test_refusals(ranks: RankPool, choice: tuple[str, str], options: StrategyOptions, wanted: str) -> None:
-    said = ranks.run(2, message_of, UnsupportedError, build_and_step, choice, "plain", options)
-    assert all(wanted in message for message in said)
 
 
 def test_early_updates_cannot_be_clipped(ranks: RankPool) -> None:

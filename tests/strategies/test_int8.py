@@ -12,10 +12,9 @@ import ddp
 from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.strategy.communication import int8
 from ddp_lab.strategy.communication.int8 import BLOCK, FORGETTING_ROUNDS, LARGEST, SCALE_BYTES, Int8
-from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, load, message_of, options_of
+from tests.models import make_batch
+from tests.parity import built, message_of
 from tests.ranks import RankPool
-from tests.strategies.test_traffic import profiled_step
 from tests.tables import each_row
 
 SIZES = (0, 1, 2, 7, 255, 256 * 3, 257 * 3, 10_001)
@@ -142,13 +141,13 @@ def test_what_is_lost_arrives_later(ranks: RankPool, forgets: bool) -> None:
 # In training ---------------------------------------------------------------------------------------------------------
 
 
-def poisoned(choice: tuple[str, str], bad: float) -> tuple[str, bool, bool]:
+def poisoned(choice: str, bad: float) -> tuple[str, bool, bool]:
     """A step of which rank 1's second micro-batch has a gradient that is not finite, and a good one after it.
 
     What the first says, whether it changed the parameters, and whether the second made finite ones.
     """
-    module = build("plain")
-    strategy = load(choice)(module, OPTIMIZERS["sgd"], options_of(choice, compress="int8"))
+    strategy = built(choice, compress="int8")
+    module = strategy.module
     good = [make_batch("plain", 2, seed) for seed in (1, 2)]
     for _ in range(2):
         strategy.zero_grad()
@@ -174,16 +173,8 @@ def poisoned(choice: tuple[str, str], bad: float) -> tuple[str, bool, bool]:
 
 
 @each_row("name", ddp.CHOICES)
-def test_traffic_of_unusual_parameters_on_three_ranks(ranks: RankPool, name: str) -> None:
-    """In many small buckets, some of them empty, or of fp64."""
-    options = {"compress": "int8", "bucket_cap_mb": 0.001}
-    for announced, seen, _ in ranks.run(3, profiled_step, ("ddp", name), "odd", 2, options):
-        assert announced == seen and seen["all_to_all"][0] >= 2
-
-
-@each_row("name", ddp.CHOICES)
 def test_nan_is_found_on_all_ranks(ranks: RankPool, name: str) -> None:
     """Before any update, with the rank to blame; and nothing of it is left for a later step."""
     for bad in (float("nan"), float("inf")):
-        for message, is_kept, goes_on in ranks.run(2, poisoned, ("ddp", name), bad):
+        for message, is_kept, goes_on in ranks.run(2, poisoned, name, bad):
             assert "a gradient is not finite on rank 1" in message and is_kept and goes_on

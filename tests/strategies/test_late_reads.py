@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,18 +13,13 @@ from ddp_lab.runtime.loop import Plan, Unwatched, train
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.communication.verdict import ReadLater
 from ddp_lab.strategy.interface import Strategy
-from tests.models import build, make_batch
-from tests.parity import all_choices, for_each_choice, load, message_of, options_of
+from tests.models import make_batch
+from tests.parity import built, for_each_choice, message_of
 from tests.ranks import RankPool
-from tests.strategies.cases.settings import FAMILIES
-from tests.strategies.test_traps import Choice
-from tests.tables import by_default
+from tests.strategies.test_traps import poison
+from tests.tables import each_row
 
 STEPS = 5
-OPTIMIZERS = {
-    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),  # skips on the device
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),  # cannot: the host must look
-}
 
 
 class NotHereYet(ReadLater):
@@ -62,11 +56,11 @@ def step_of(index: int) -> StepData:
     return StepData(4, [make_batch("plain", 2, 10 * index + dist.get_rank())])
 
 
-def train_late_and_in_time(choice: Choice) -> None:
+def train_late_and_in_time(choice: str) -> None:
     """The same losses and parameters; the host reads nothing of the step in which it is."""
     ends = []
     for is_late in (True, False):
-        strategy = load(choice)(build("plain"), OPTIMIZERS["fused"], options_of(choice))
+        strategy = built(choice, "plain", "fused")
         strategy.module.train()
         seen: list[tuple[int, int]] = []
 
@@ -90,14 +84,13 @@ def train_late_and_in_time(choice: Choice) -> None:
 
 
 @for_each_choice
-def test_reading_late_changes_nothing(ranks: RankPool, choice: Choice) -> None:
+def test_reading_late_changes_nothing(ranks: RankPool, choice: str) -> None:
     ranks.run(2, train_late_and_in_time, choice)
 
 
-def diverge_late(choice: Choice, what: str, optimizer: str) -> tuple[str, bool]:
+def diverge_late(choice: str, what: str, optimizer: str) -> tuple[str, bool]:
     """What step 2 says of step 1, and whether parameters are those from before step 1."""
-    module = build("plain")
-    strategy = load(choice)(module, OPTIMIZERS[optimizer], options_of(choice))
+    strategy = built(choice, "plain", optimizer)
     train(strategy, map(step_of, range(1)), Unwatched(), None, lambda result: None)
     before = strategy.full_state_dict()
     steps = [step_of(index) for index in (1, 2)]
@@ -105,14 +98,7 @@ def diverge_late(choice: Choice, what: str, optimizer: str) -> tuple[str, bool]:
         if what == "the loss":
             steps[0][1][0]["y"][0] = float("inf")
         else:
-            bad = steps[0][1][0]["x"]
-            seen: list[bool] = []
-            module.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["x"] is bad), with_kwargs=True)
-
-            def poison(part: torch.nn.Module, arguments: Any, output: torch.Tensor) -> None:
-                output.register_hook(lambda gradient: gradient * float("nan") if seen[-1] else gradient)
-
-            module.net[2].register_forward_hook(poison)
+            poison(strategy.module, steps[0][1][0])
     with reads_late(strategy):
         strategy.zero_grad()
         strategy.forward_backward(steps[0][1])
@@ -123,9 +109,9 @@ def diverge_late(choice: Choice, what: str, optimizer: str) -> tuple[str, bool]:
     return message, all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
-@pytest.mark.parametrize("choice", by_default(all_choices(), *FAMILIES), ids="-".join)
-def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice: Choice) -> None:
-    for what, optimizer in zip(("the loss", "a gradient"), OPTIMIZERS, strict=True):
+@each_row("choice", ["simple_ddp", "bucket_ddp_async", "pytorch_ddp", "zero1", "zero2", "zero3", "pytorch_zero3"])
+def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice: str) -> None:
+    for what, optimizer in (("the loss", "fused"), ("a gradient", "sgd")):
         for message, unchanged in ranks.run(2, diverge_late, choice, what, optimizer):
             assert f"step 1: {what} is not finite on rank 1; no parameter is updated yet" in message
             assert unchanged

@@ -58,7 +58,7 @@ def copies_in_use(model: str, by_autocast: bool, precision: str) -> tuple[dict[s
     module = BUILD[model]()
     with mock.patch.object(LowPrecisionWeights, "_use", lambda *_: None) if by_autocast else nullcontext():
         options = StrategyOptions(precision=precision, loss_scale=2.0**8)
-        strategy = load(("sharding", "zero3"))(module, OPTIMIZERS["adam"], options)
+        strategy = load("zero3")(module, OPTIMIZERS["adam"], options)
         units, held = strategy.schedule.units, []
 
         def count() -> int:
@@ -88,7 +88,7 @@ def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model
 
 def weight_after_an_error() -> bool:
     module = Casts("used twice")
-    strategy = load(("sharding", "zero3"))(module, OPTIMIZERS["adam"], StrategyOptions(precision="bf16"))
+    strategy = load("zero3")(module, OPTIMIZERS["adam"], StrategyOptions(precision="bf16"))
     module.blocks[1].two.register_forward_pre_hook(lambda *_: 1 / 0)
     with strategy.steps.autocast(), pytest.raises(ZeroDivisionError):
         strategy(**batch(2, 0))

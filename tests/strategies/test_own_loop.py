@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from tests.parity import build_and_step, check_messages, load, message_of, options_of, over_own_loops
+from tests.parity import Case, build_and_step, check_messages, load, message_of, options_of, over_own_loops
 from tests.ranks import RankPool
 from tests.tables import each_row
 
-Choice = tuple[str, str]
 FEATURES, STEPS = 6, 3
 
 
@@ -52,7 +51,7 @@ def make_net() -> Net:
     return Net()
 
 
-def trained_by_two(choice: Choice) -> list[dict[str, Tensor]]:
+def trained_by_two(choice: str) -> list[dict[str, Tensor]]:
     """Two models against each other: the gradients of one run through the other."""
     torch.manual_seed(5)
     generator, judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES)), make_net()
@@ -79,7 +78,7 @@ def gan_data(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 @over_own_loops
-def test_two_models_train_against_each_other(ranks: RankPool, choice: Choice) -> None:
+def test_two_models_train_against_each_other(ranks: RankPool, choice: str) -> None:
     torch.manual_seed(5)
     g, d = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES)), make_net()
     of_g, of_d = (torch.optim.SGD(module.parameters(), lr=0.05) for module in (g, d))
@@ -96,7 +95,7 @@ def test_two_models_train_against_each_other(ranks: RankPool, choice: Choice) ->
             torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def updates(choice: Choice) -> tuple[Tensor, Tensor]:
+def updates(choice: str) -> tuple[Tensor, Tensor]:
     """Of a list of parameters, whose forward pass the strategy does not see: by the strategy, and by the optimizer."""
     plain, module = make_net(), make_net()
     alone = torch.optim.AdamW(plain.parameters(), weight_decay=0.1)
@@ -117,11 +116,11 @@ def updates(choice: Choice) -> tuple[Tensor, Tensor]:
 
 @each_row("name", ["zero1", "zero2"])
 def test_a_list_of_parameters_is_updated_as_by_the_optimizer(ranks: RankPool, name: str) -> None:
-    for found, wanted in ranks.run(2, updates, ("sharding", name)):
+    for found, wanted in ranks.run(2, updates, name):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
 
-def misuse(choice: Choice) -> dict[str, str]:
+def misuse(choice: str) -> dict[str, str]:
     module = make_net()
     module.first.requires_grad_(False)
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
@@ -141,7 +140,7 @@ def misuse(choice: Choice) -> dict[str, str]:
     return said
 
 
-def wrong_optimizers(choice: Choice) -> dict[str, str]:
+def wrong_optimizers(choice: str) -> dict[str, str]:
     module = make_net()
     given: dict[str, Any] = {
         "over other parameters than it was given": lambda _: torch.optim.SGD(module.parameters(), lr=0.1),
@@ -166,7 +165,7 @@ TORCH_CALLS: list[Callable[[nn.Module], object]] = [
 ]
 
 
-def reads_gradients(choice: Choice, is_wrong: bool) -> dict[str, Tensor]:
+def reads_gradients(choice: str, is_wrong: bool) -> dict[str, Tensor]:
     """Between the last micro-batch and the step; and runs backward once more there, as of another model's loss."""
     module = make_net()
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice, bucket_cap_mb=0.0003))
@@ -187,18 +186,18 @@ def reads_gradients(choice: Choice, is_wrong: bool) -> dict[str, Tensor]:
 
 @each_row("name", ["zero1", "zero2", "zero3"])
 def test_gradients_in_shards_are_not_read_in_silence(ranks: RankPool, name: str) -> None:
-    found, expected = (ranks.run(2, reads_gradients, ("sharding", name), is_wrong)[0] for is_wrong in (True, False))
+    found, expected = (ranks.run(2, reads_gradients, name, is_wrong)[0] for is_wrong in (True, False))
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor), key
 
 
 @over_own_loops
-def test_misuse_is_said(ranks: RankPool, choice: Choice) -> None:
+def test_misuse_is_said(ranks: RankPool, choice: str) -> None:
     check_messages(ranks, 2, misuse, choice)
     check_messages(ranks, 2, wrong_optimizers, choice)
 
 
-def set_by_hand(choice: Choice, by_hand: bool, micro_batches: int = 2) -> dict[str, Tensor]:
+def set_by_hand(choice: str, by_hand: bool, micro_batches: int = 2) -> dict[str, Tensor]:
     """Gradients in buckets of one parameter, at last from `torch.autograd.grad` instead of a backward pass. What is
     unused is not taken for one."""
     module = make_net()
@@ -221,7 +220,7 @@ def set_by_hand(choice: Choice, by_hand: bool, micro_batches: int = 2) -> dict[s
     return strategy.full_state_dict()
 
 
-def in_ones_hands(choice: Choice) -> dict[str, str]:
+def in_ones_hands(choice: str) -> dict[str, str]:
     """What a loop does with a module that a strategy holds: what that says, by what it must say."""
     module = make_net()
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
@@ -232,12 +231,12 @@ def in_ones_hands(choice: Choice) -> dict[str, str]:
     strategy.zero_grad()
     calls: list[Callable[[], Any]] = [lambda: copy.deepcopy(module), lambda: AveragedModel(module).module]
     calls += [lambda: torch.load(saved(module), weights_only=False)]
-    for call in calls if choice[1] not in ("pytorch_zero2", "pytorch_zero3") else ():  # FSDP2 itself refuses copies
-        if choice[1] == "zero3":
+    for call in calls if choice not in ("pytorch_zero2", "pytorch_zero3") else ():  # FSDP2 itself refuses copies
+        if choice == "zero3":
             assert "call strategy.full_state_dict()" in message_of(UnsupportedError, call)
         else:
             assert torch.equal(call()(x, scale=0.5).first, module(x, scale=0.5).first)
-    if choice[1] == "zero3":
+    if choice == "zero3":
         said["call strategy.full_state_dict()"] = message_of(UnsupportedError, module.state_dict)
         said["another strategy keeps"] = message_of(UnsupportedError, build_over, module, choice)
     new = nn.Linear(8, 8)
@@ -254,28 +253,28 @@ def saved(module: nn.Module) -> io.BytesIO:
     return io.BytesIO(file.getvalue())
 
 
-def build_over(module: nn.Module, choice: Choice) -> None:
+def build_over(module: nn.Module, choice: str) -> None:
     load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
 
 
-def refuses_given(choice: Choice) -> dict[str, str]:
+def refuses_given(choice: str) -> dict[str, str]:
     return {"was set in micro_batch()": message_of(OneRankError, set_by_hand, choice, True, 1)}
 
 
 @over_own_loops
-def test_what_a_loop_does_to_the_module(ranks: RankPool, choice: Choice) -> None:
+def test_what_a_loop_does_to_the_module(ranks: RankPool, choice: str) -> None:
     check_messages(ranks, 2, in_ones_hands, choice)
-    if choice[1] in ("pytorch_zero2", "pytorch_zero3"):  # whose parameters are not there after forward
+    if choice in ("pytorch_zero2", "pytorch_zero3"):  # whose parameters are not there after forward
         return
-    if choice[1] != "zero3" and not choice[1].startswith("pytorch"):
+    if choice != "zero3" and not choice.startswith("pytorch"):
         found, wanted = (ranks.run(2, set_by_hand, choice, by_hand)[0] for by_hand in (True, False))
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     else:
         check_messages(ranks, 2, refuses_given, choice)
 
 
-def dropped(choice: Choice) -> None:
-    strategy = build_and_step(choice)
+def dropped(choice: str) -> None:
+    strategy = build_and_step(Case(choice))
     held = [weakref.ref(strategy), *map(weakref.ref, strategy.module.parameters())]
     del strategy
     gc.collect()
@@ -283,6 +282,6 @@ def dropped(choice: Choice) -> None:
 
 
 @over_own_loops
-def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice: Choice) -> None:
+def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice: str) -> None:
     """With its parameters, of which C++ holds hooks."""
     ranks.run(2, dropped, choice)

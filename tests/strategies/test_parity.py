@@ -1,59 +1,222 @@
-"""Every registered choice computes what one process computes on the whole global batch (TRAPS, head)."""
+"""Every registered choice computes what one process computes on the whole global batch, and issues what it announces.
 
-from functools import partial
+Rows hold each pair of a choice, a module with a trap, a split of the samples, and settings. Who adds a file and a line
+to a registry gets its rows.
+"""
+
+from functools import cache
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.covering import pairwise
-from tests.models import MODELS
-from tests.parity import Choice, all_choices, check_parity, for_each_choice, oracle, over_choices, train_on_rank
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.options import StrategyOptions
+from tests.covering import Row, pairwise
+from tests.models import BRANCHES, LORA, MODELS, UNUSUAL, WITH_STATISTICS
+from tests.parity import NAMES, REFUSALS, Case, Options, Split, build_and_step, check, check_each, load, message_of
 from tests.ranks import RankPool
 
-EVEN = {2: [[2, 2]] * 2, 3: [[2, 2]] * 3, 4: [[1, 2]] * 4}
-"""Micro-batch sizes by rank, by world size."""
-TRAINED = {
-    "model": list(MODELS),
+LOW = {"fp16": 64.0, "bf16": None, "bf16-true": None}
+ROUNDINGS: dict[str, Options] = {
+    "": {},
+    **{name: {"precision": name, "loss_scale": scale} for name, scale in LOW.items()},
+    "reduced": {"reduce_dtype": "bf16"},
+    "bf16, reduced": {"precision": "bf16", "reduce_dtype": "bf16"},
+    "parameters in bf16": {"param_dtype": "bf16"},
+    "parameters in fp16": {"param_dtype": "fp16", "loss_scale": 64.0},
+    "parameters in bf16, reduced": {"param_dtype": "bf16", "reduce_dtype": "bf16"},
+    "int8": {"compress": "int8"},
+}
+"""Settings that change the numbers. One process rounds alike."""
+EXACT: dict[str, Options] = {
+    "": {},
+    "filled": {},
+    **{f"{what} again": {"activation_checkpointing": what} for what in ("block", "selective", "op")},
+    **{f"{what} offloaded": {"offload": what} for what in ("optimizer", "parameters", "parameters:FOLDER")},
+    "early": {"overlap_optimizer": True},
+}
+"""Settings that must not change a bit."""
+TRAPS = (*MODELS, *UNUSUAL, *BRANCHES, LORA, "spiked", "awkward")
+WITHOUT_BLOCKS = {"tied", "frozen", "odd", "normed", *BRANCHES}
+BUILT_ON_DDP = ("pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1")
+"""Their buckets are ordered as gradients come, which recomputation changes, and so is the sum of three ranks."""
+NOT_ANNOUNCED = [("zero3", "lookup, checkpointed"), *((f"pytorch_zero{n}", "out of order") for n in (2, 3))]
+"""What runs twice is gathered twice."""
+FACTORS = {
+    "choice": NAMES,
+    "model": TRAPS,
+    "rounding": list(ROUNDINGS),
+    "exact": list(EXACT),
+    "split": ("even", "uneven", "some have none", "own loop"),
     "ranks": ((2, "adam"), (2, "sgd"), (3, "sgd")),  # with sums of three, Adam would magnify rounding too much
-    "bucket_cap_mb": (25.0, 0.0003),  # or smaller than most parameters, so that some hold one that is larger
+    "bucket_cap_mb": (25.0, 0.0003, 0.00001, "auto"),  # or smaller than most parameters: some hold one that is larger
     "groups": (False, True),
     "clip": (None, 0.5),
 }
-COVERING = pairwise({"choice": all_choices(), **TRAINED})
 
 
-def check(ranks: RankPool, choice: Choice, row: dict[str, Any], world_size: int, optimizer: str) -> None:
-    options = {"bucket_cap_mb": row["bucket_cap_mb"]}
-    steps = [EVEN[world_size]] * 3
-    check_parity(ranks, choice, row["model"], steps, optimizer, options, groups=row["groups"], clip=row["clip"])
+def casts(options: Options) -> bool:
+    return "param_dtype" in options or options.get("precision") == "bf16-true"
 
 
-@for_each_choice
-def test_pairs_of_settings(ranks: RankPool, choice: Choice) -> None:
-    """Each module that holds a trap, under settings of which each pair is there for some choice or other."""
-    rows = [row for row in COVERING if row["choice"] == choice]
-    assert {row["model"] for row in rows} == set(MODELS)
-    for row in rows:
-        check(ranks, choice, row, *row["ranks"])
+BY_MODULE = "has no blocks", "computes its blocks again by itself", "keeps its statistics"
+MODULES: list[Options] = [
+    {"activation_checkpointing": "block"},
+    {"param_dtype": "bf16"},
+    {"compile_backend": "aot_eager"},
+]
+
+
+def refusal_of(choice: str, model: str, options: Options) -> str | None:
+    """What a choice says to these settings, or to the module under them, if it cannot."""
+    try:
+        load(choice).supports.require(StrategyOptions(**options))
+    except UserError as error:
+        return str(error)
+    if "activation_checkpointing" in options and model in WITHOUT_BLOCKS:
+        return BY_MODULE[0]
+    if "activation_checkpointing" in options and model.startswith("llama, checkpointed"):
+        return BY_MODULE[1]
+    if casts(options) and model in WITH_STATISTICS:
+        return BY_MODULE[2]
+    if "compile_backend" in options and choice == "zero3" and model in WITHOUT_BLOCKS:
+        return "--compile: zero3 must gather layer by layer"
+    return None
+
+
+@cache
+def is_taken(choice: str, model: str, rounding: str, exact: str) -> bool:
+    """By choice and module; and one process, or the choice without the exact setting, has the same numbers."""
+    options = {**ROUNDINGS[rounding], **EXACT[exact]}
+    try:
+        refusal = refusal_of(choice, model, options)
+    except UserError:
+        return False
+    again, is_rounded = "again" in exact, bool(ROUNDINGS[rounding])
+    return not (
+        refusal
+        or (casts(options) and model == "odd")  # computes with fp32 and fp64 at once
+        or (is_rounded and (choice, model) in REFUSALS)
+        or (again and is_rounded and model == "out of order")  # docs/how-it-works/activation_checkpointing.md
+        or (again and "compress" in options and choice in BUILT_ON_DDP)
+    )
+
+
+def is_allowed(row: Row) -> bool:
+    every: list[Any] = [[row[name]] if name in row else list(of) for name, of in FACTORS.items()]
+    if not any(is_taken(*one) for one in product(*every[:4])):
+        return False
+    choice, exact, split, ranks = (row.get(name, "") for name in ("choice", "exact", "split", "ranks"))
+    return not (
+        (split == "own loop" and choice.startswith("deepspeed"))
+        or (row.get("model") in WITH_STATISTICS and split not in ("", "even"))  # of more than one sample
+        or (exact == "early" and row.get("clip"))
+        or ("again" in exact and choice in BUILT_ON_DDP and ranks and ranks[0] == 3)
+        or (row.get("model", "").startswith("llama") and ranks == (2, "adam") and row.get("rounding"))
+    )
+
+
+def case_of(row: Row) -> Case:
+    options = {**ROUNDINGS[row["rounding"]], **EXACT[row["exact"]], "bucket_cap_mb": row["bucket_cap_mb"]}
+    own_loop, (size, optimizer) = row["split"] == "own loop", row["ranks"]
+    given = {"split": "unequal" if own_loop else row["split"], "own_loop": own_loop, "optimizer": optimizer}
+    exact = {name: value for name, value in options.items() if name not in EXACT[row["exact"]]}
+    same_as = {"fills": True} if row["exact"] == "filled" else {"options": exact} if EXACT[row["exact"]] else None
+    announces = (row["choice"], row["model"]) not in NOT_ANNOUNCED
+    given |= {"groups": row["groups"], "clip": row["clip"], "same_as": same_as, "counted": announces}
+    return Case(row["choice"], row["model"], f"dp={size}", options, **given)
+
+
+@cache
+def rows() -> list[Row]:
+    return pairwise(FACTORS, is_allowed)
+
+
+@pytest.mark.parametrize("choice", NAMES)
+def test_parity(ranks: RankPool, tmp_path: Path, choice: str) -> None:
+    check_each(ranks, [case_of(row) for row in rows() if row["choice"] == choice], tmp_path)
 
 
 @pytest.mark.exhaustive
-@for_each_choice
-@pytest.mark.parametrize("model", MODELS)
-def test_all_pairs_of_settings(ranks: RankPool, choice: Choice, model: str) -> None:
-    for row in pairwise(TRAINED | {"model": [model]}):
-        check(ranks, choice, row, *row["ranks"])
-    check_parity(ranks, choice, model, [EVEN[4]] * 3)
+@pytest.mark.parametrize("choice", NAMES)
+@pytest.mark.parametrize("model", TRAPS)
+def test_every_pair_of_settings(ranks: RankPool, tmp_path: Path, choice: str, model: str) -> None:
+    made = pairwise(FACTORS | {"choice": [choice], "model": [model]}, is_allowed)
+    check_each(ranks, [case_of(row) for row in made], tmp_path)
 
 
-@over_choices
-def test_bf16_autocast_keeps_fp32_states(ranks: RankPool, choice: Choice) -> None:
-    """Weights are rounded to bf16 alike, but samples are summed in another order: bf16's own resolution is the bar."""
-    steps = [[[4], [4]]] * 2
-    results = ranks.run(2, partial(train_on_rank, options={"precision": "bf16"}), choice, "llama", steps)
-    expected = oracle("llama", steps, precision="bf16")
-    for name, tensor in results[0]["state"].items():
-        assert tensor.dtype == expected["state"][name].dtype
-    assert results[0]["loss"] != oracle("llama", steps)["loss"], "autocast made no difference"
-    for actual, wanted in zip(results[0]["loss"], expected["loss"], strict=True):
-        assert abs(actual - wanted) < 2**-8 * abs(wanted)
+FP16 = {"precision": "fp16", "loss_scale": 2.0**12, "growth_interval": 3}
+ALONE: list[Split] = [[[2], [2]]] * 3
+SKIPPING = {"options": FP16, "split": [[[3, 2], [1, 4]]] * 8, "huge": [(2, 1)]}
+THREE: list[Split] = [[[3], [2], [2]], [[3], [3], [3]], [[1, 2], [2], [4]], [[2], [2], [2]]]
+
+
+@pytest.mark.parametrize("choice", NAMES)
+def test_fp16_skips_steps_as_grad_scaler(ranks: RankPool, choice: str) -> None:
+    """An overflow of one element on rank 1 alone, then growth; with an optimizer that skips on the device, and not."""
+    cases = [Case(choice, "spiked", optimizer="fused", clip=0.5, **SKIPPING)]
+    if not choice.startswith("deepspeed"):
+        cases.append(Case(choice, "spiked", own_loop=True, **SKIPPING))
+    if choice in ("bucket_ddp_async", "zero1", "zero3", "pytorch_zero3"):
+        often = FP16 | {"growth_interval": 1}
+        cases.append(Case(choice, "plain", "dp=3", often, THREE, "fused", huge=[(1, 2), (2, 0)]))
+    check_each(ranks, cases)
+
+
+BF16, REDUCED = {"param_dtype": "bf16"}, {"param_dtype": "bf16", "reduce_dtype": "bf16"}
+AS_FSDP2 = {"optimizer": "adam", "same_as": {"choice": "pytorch_zero3"}}
+"""With two ranks sums have one order. ZeRO-1 adds micro-batches up before it reduces, FSDP2 behind."""
+IN_TURNS: list[Split] = [[[1, 1], [1]], [[1], [1]]] * 3
+ONE_EACH = {"bucket_cap_mb": 1e-6, "find_unused_parameters": True}
+ROWS = [
+    *(Case(choice, "handed", split=ALONE, options={"bucket_cap_mb": 0.00001}) for choice in NAMES),
+    *(
+        Case(
+            choice, "branching, in turns", options=ONE_EACH, split=[[[1, 1], [1]], [[1], [1]]] * 3, optimizer=optimizer
+        )
+        for choice in NAMES
+        for optimizer in ("adam", "sgd")
+        if choice not in ("pytorch_zero2", "pytorch_zero3")  # FSDP2 must run all units
+    ),
+    *(Case("zero1", "llama", options=options, split=ALONE, **AS_FSDP2) for options in (BF16, REDUCED)),
+    *(Case("zero2", "llama", options=options, **AS_FSDP2) for options in (BF16, REDUCED)),
+    Case("zero3", "frozen", options=BF16, **AS_FSDP2),
+    Case("zero3", "llama", options={"reduce_dtype": "bf16"}, **AS_FSDP2),
+    Case("zero3", "llama", options={"param_dtype": "fp16", "growth_interval": 2}, alone=False, **AS_FSDP2),
+    *(
+        Case(
+            choice,
+            "branching, a-b",
+            options=options,
+            optimizer="adam",
+            clip=0.5,
+            same_as={"options": {}, "fills": True},
+        )
+        for choice in ("zero1", "zero2", "zero3")
+        for options in ({"offload": "optimizer"}, {"offload": "optimizer:FOLDER"})
+    ),
+    Case("zero3", "llama", options={"compile_backend": "aot_eager"}, clip=0.1),
+    Case("zero3", "llama, checkpointed", "dp=3", same_as={}),
+]
+
+
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_rows(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    check(ranks, case, tmp_path)
+
+
+def refused(choice: str) -> list[str]:
+    """Settings that are refused otherwise than by name, when a strategy is built."""
+    wrong = []
+    for model, options in [*(("plain", of) for of in (*ROUNDINGS.values(), *EXACT.values())), *product(TRAPS, MODULES)]:
+        if wanted := refusal_of(choice, model, options):
+            said = message_of(UserError, build_and_step, Case(choice, model, options=options))
+            wrong += [f"{options}: {said}"] * (wanted not in said or not wanted.startswith(("--", *BY_MODULE)))
+    return wrong
+
+
+@pytest.mark.parametrize("choice", NAMES)
+def test_what_is_refused_is_named(ranks: RankPool, choice: str) -> None:
+    assert ranks.run(2, refused, choice) == [[], []]

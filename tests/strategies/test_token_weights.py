@@ -50,7 +50,7 @@ def micro_batches(step: int, rank: int) -> list[dict[str, Tensor]]:
     return [collate([of_step[kind][index] for index in indices]) for kind, indices in SHARES[rank]]
 
 
-def train_here(choice: tuple[str, str], chunks: int) -> dict[str, Any]:
+def train_here(choice: str, chunks: int) -> dict[str, Any]:
     """Three steps on this rank's share."""
     rank = dist.get_rank()
     strategy = load(choice)(tiny_llama(seed=rank), OPTIMIZERS["adam"], options_of(choice, loss_chunks=chunks))
@@ -96,7 +96,7 @@ def test_the_shares_are_uneven_and_the_naive_mean_is_another() -> None:
 
 
 @for_each_choice
-def test_ranks_with_few_and_many_targets_equal_one_process(ranks: RankPool, choice: tuple[str, str]) -> None:
+def test_ranks_with_few_and_many_targets_equal_one_process(ranks: RankPool, choice: str) -> None:
     expected = alone()
     for chunks in (1, 3):
         results = ranks.run(2, train_here, choice, chunks)

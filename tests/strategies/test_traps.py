@@ -1,4 +1,4 @@
-"""The traps that hand-written data parallelism falls into, for every registered choice that each can concern."""
+"""What a data-parallel choice gets wrong without a word, and what it must say. Parity itself is `test_parity.py`."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,126 +12,52 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.strategy.communication.agreement import NonFiniteError
+from ddp_lab.runtime.errors import NonFiniteError, OneRankError, UnsupportedError
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.options import StrategyOptions
-from tests.models import BRANCHES, build, make_batch
+from tests.models import build, make_batch
 from tests.parity import (
     IN_OWN_LOOPS,
-    OPTIMIZERS,
+    NAMES,
     REFUSALS,
-    Choice,
-    all_choices,
+    Case,
     assert_close,
     build_and_step,
+    built,
+    check,
     check_messages,
-    check_parity,
-    for_each_choice,
-    load,
     message_of,
-    naming,
     one_step,
-    options_of,
-    train_on_rank,
+    trained,
 )
 from tests.ranks import RankPool
 from tests.tables import each_row
 
-BUCKETS = ("ddp", "bucket_ddp_async")
-Trap = Callable[[RankPool, Choice], None]
-TRAPS: list[tuple[str, Trap, list[Choice]]] = []
+Trap = Callable[[RankPool, str], None]
+TRAPS: list[tuple[str, Trap, Sequence[str]]] = []
 
 
-def trap(function: Trap, choices: Sequence[Choice] = tuple(all_choices())) -> Trap:
+def trap(function: Trap, choices: Sequence[str] = NAMES) -> Trap:
     """One that each of `choices` must not fall into."""
-    TRAPS.append((function.__name__, function, list(choices)))
+    TRAPS.append((function.__name__, function, choices))
     return function
 
 
 trap_of_own_loops = partial(trap, choices=IN_OWN_LOOPS)
 
 
-@for_each_choice
-def test_no_trap_is_fallen_into(ranks: RankPool, choice: Choice) -> None:
+@pytest.mark.parametrize("choice", NAMES)
+def test_no_trap_is_fallen_into(ranks: RankPool, choice: str) -> None:
     """A failure says in which ones."""
     mine = [(name, function) for name, function, choices in TRAPS if choice in choices]
     each_row("name, trap", mine)(lambda name, trap: trap(ranks, choice))()  # type: ignore[misc]
 
 
-def make(choice: Choice, module: nn.Module, optimizer: str = "sgd") -> Strategy:
-    return load(choice)(module, OPTIMIZERS[optimizer], options_of(choice))
-
-
-# What is trained -----------------------------------------------------------------------------------------------------
-
-
-@trap
-def unused_parameters(ranks: RankPool, choice: Choice) -> None:
-    """Also where ranks use different ones, and buckets wait for gradients that never come (TRAPS 1, 2)."""
-    for signs, cap_mb in zip(list(BRANCHES)[1:], (25.0, 0.00005, 0.00005), strict=True):
-        options = {"bucket_cap_mb": cap_mb, "find_unused_parameters": True}  # PyTorch DDP must be told to search
-        for result in check_parity(ranks, choice, signs, [[[2, 2], [2, 2]]] * 3, "adam", options):
-            assert not {"spare.weight", "spare.bias"} & result["gradients"].keys()
-
-
-@partial(trap, choices=[choice for choice in all_choices() if choice[1] not in ("pytorch_zero2", "pytorch_zero3")])
-def buckets_of_one_parameter(ranks: RankPool, choice: Choice) -> None:
-    """That has a gradient in one micro-batch and none in another, on one rank or on all. FSDP2 must run all units."""
-    options = {"bucket_cap_mb": 1e-6, "find_unused_parameters": True}
-    for optimizer in ("adam", "sgd"):
-        check_parity(ranks, choice, "branching, in turns", [[[1, 1], [1]], [[1], [1]]] * 3, optimizer, options)
-
-
-@trap
-def gradients_in_one_memory(ranks: RankPool, choice: Choice) -> None:
-    """What is reduced in the place of one must not change the other."""
-    check_parity(ranks, choice, "handed", [[[2], [2]]] * 2, options={"bucket_cap_mb": 0.00001})
-
-
-UNEVEN = {
-    "last window is shorter, and other numbers of samples": [[[2, 2], [2, 2]], [[2], [2]], [[3, 1], [2, 4]]],
-    "other numbers of micro-batches, or none, or empty ones": [
-        [[2, 2, 2], [1]],
-        [[1], []],
-        [[], [1, 2]],
-        [[2, 0, 1], [0, 2]],
-    ],
-}
-
-
-@trap
-def uneven_splits(ranks: RankPool, choice: Choice) -> None:
-    """The gradient is the mean over all samples, however they are split (TRAPS 4, 5, 6)."""
-    for what, steps in UNEVEN.items():
-        with naming(what):
-            check_parity(ranks, choice, "plain", steps)
-
-
-@trap
-def gradient_clipping(ranks: RankPool, choice: Choice) -> None:
-    """With the norm over the whole model, and equal norms on all ranks (TRAPS 9)."""
-    results = check_parity(ranks, choice, "tied", [[[2, 2], [2, 2]], [[1], [2, 1]]], clip=0.05)
-    assert min(results[0]["norm"]) > 0.05, "nothing was clipped, so nothing was tested"
-    assert results[0]["norm"] == results[1]["norm"]
-
-
-@trap
-def zero_grad_either_way(ranks: RankPool, choice: Choice) -> None:
-    """Bucket views stay valid whether gradients are dropped or filled with zeros (TRAPS 18)."""
-    dropped, filled = (
-        ranks.run(2, partial(train_on_rank, set_to_none=flag), choice, "plain", [[[2], [2]]] * 3)[0]["state"]
-        for flag in (True, False)
-    )
-    assert all(torch.equal(dropped[name], filled[name]) for name in dropped)
-
-
 def bucket_storage(cap_mb: float) -> tuple[bool, int]:
     """Whether gradients lie in buckets, and the bytes that are left of them between steps."""
-    strategy = load(BUCKETS)(build("plain"), OPTIMIZERS["sgd"], StrategyOptions(bucket_cap_mb=cap_mb))
+    strategy = built("bucket_ddp_async", bucket_cap_mb=cap_mb)
     one_step(strategy, [make_batch("plain", 2, 0)] * 2)
     flats = [t.untyped_storage().data_ptr() for t in strategy.gradient_tensors()]
-    owned = all(p.grad.untyped_storage().data_ptr() in flats for p in strategy.trainable.values())
+    owned = all(p.grad.untyped_storage().data_ptr() in flats for p in strategy.trainable.values() if p.grad is not None)
     strategy.zero_grad()
     return owned, strategy.memory_breakdown()["gradients"]
 
@@ -141,8 +67,8 @@ def test_gradients_are_views_into_buckets_that_end_with_them(ranks: RankPool, ca
     assert ranks.run(2, bucket_storage, cap_mb) == [(True, 0)] * 2
 
 
-def leave_no_sync(choice: Choice) -> tuple[bool, ...]:
-    strategy = make(choice, build("plain"))
+def leave_no_sync(choice: str) -> tuple[bool, ...]:
+    strategy = built(choice)
     seen = [strategy.steps.reduces_now]
     for context in (strategy.no_sync(), nullcontext()):
         with pytest.raises(RuntimeError, match="planted"), context, strategy.micro_batch():
@@ -153,19 +79,28 @@ def leave_no_sync(choice: Choice) -> tuple[bool, ...]:
 
 
 @trap_of_own_loops
-def no_sync_restores_after_an_exception(ranks: RankPool, choice: Choice) -> None:
+def no_sync_restores_after_an_exception(ranks: RankPool, choice: str) -> None:
     at_every_micro_batch = {"simple_ddp", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3"}
-    at_every_micro_batch |= {"deepspeed_zero2", "deepspeed_zero3"}
-    assert ranks.run(2, leave_no_sync, choice) == [(False, choice[1] in at_every_micro_batch, False, True, False)] * 2
+    assert ranks.run(2, leave_no_sync, choice) == [(False, choice in at_every_micro_batch, False, True, False)] * 2
 
 
 # Failures that must be seen ------------------------------------------------------------------------------------------
 
 
-def meet_nonfinite(choice: Choice, where: str, bad_rank: int, bad_micro_batch: int) -> tuple[str, bool]:
+def poison(module: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    """The gradient of the middle layer is NaN, where the module runs on `batch`."""
+    seen: list[bool] = []
+    module.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["x"] is batch["x"]), with_kwargs=True)
+
+    def hook(part: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * float("nan") if seen[-1] else gradient)
+
+    module.get_submodule("net.2").register_forward_hook(hook)
+
+
+def meet_nonfinite(choice: str, where: str, bad_rank: int, bad_micro_batch: int) -> tuple[str, bool]:
     """The error on the second step, and whether parameters stayed as they were."""
-    module = build("plain")
-    strategy = make(choice, module)
+    strategy = built(choice)
     step = [make_batch("plain", 2, dist.get_rank() * 10 + index) for index in range(2)]
     one_step(strategy, step)
     before = strategy.full_state_dict()
@@ -174,20 +109,13 @@ def meet_nonfinite(choice: Choice, where: str, bad_rank: int, bad_micro_batch: i
         if where == "the loss":
             step[bad_micro_batch]["y"][0] = float("inf")
         else:
-            marked = step[bad_micro_batch]["x"]
-            seen: list[bool] = []
-            module.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["x"] is marked), with_kwargs=True)
-
-            def poison(part: nn.Module, arguments: Any, output: torch.Tensor) -> None:
-                output.register_hook(lambda gradient: gradient * float("nan") if seen[-1] else gradient)
-
-            module.net[2].register_forward_hook(poison)
+            poison(strategy.module, step[bad_micro_batch])
     message = message_of(NonFiniteError, strategy.forward_backward, step)
     return message, all(torch.equal(before[name], tensor) for name, tensor in strategy.full_state_dict().items())
 
 
 @trap
-def nonfinite(ranks: RankPool, choice: Choice) -> None:
+def nonfinite(ranks: RankPool, choice: str) -> None:
     """Every rank stops before the optimizer step; the error names the rank and the step (TRAPS 10)."""
     for what, bad_rank, bad_micro_batch in (("the loss", 0, 1), ("a gradient", 1, 0)):
         for message, unchanged in ranks.run(2, meet_nonfinite, choice, what, bad_rank, bad_micro_batch):
@@ -197,9 +125,8 @@ def nonfinite(ranks: RankPool, choice: Choice) -> None:
             assert unchanged
 
 
-def fail_and_go_on(choice: Choice, where: str) -> tuple[list[Any], list[Any]]:
-    """(state, an evaluation's loss, memory) before and after a step that fails; and after one more step, with and
-    without the failed one before it."""
+def fail_and_go_on(choice: str, where: str) -> None:
+    """A step that fails leaves state, answers and memory as they are, and one more step is as if it had not been."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")
@@ -209,74 +136,70 @@ def fail_and_go_on(choice: Choice, where: str) -> tuple[list[Any], list[Any]]:
             loss = strategy(**make_batch("deep", 4, 3)).loss.item()
         return strategy.full_state_dict(), loss, strategy.memory_breakdown()
 
+    def same(one: Any, other: Any) -> bool:
+        return all(torch.equal(one[0][name], other[0][name]) for name in one[0]) and one[1] == other[1]
+
     steps = [[make_batch("deep", 2, 10 * step + dist.get_rank() + index) for index in range(2)] for step in range(2)]
-    around, ends = [], []
+    ends = []
     for fails in (True, False):
-        module = build("deep")
-        strategy = make(choice, module, "adam")
+        strategy = built(choice, "deep", "adam")
         one_step(strategy, steps[0])
         if fails:
-            around.append(hold(strategy))
-            handle = module.blocks[2].register_forward_hook(
+            before = hold(strategy)
+            handle = strategy.module.get_submodule("blocks.2").register_forward_hook(
                 fail if where == "forward" else lambda part, arguments, output: output.register_hook(fail) and None
             )
             with pytest.raises(RuntimeError, match="planted"):
                 one_step(strategy, steps[1])
             handle.remove()
-            around.append(hold(strategy))
+            assert same(before, hold(strategy)), where
         one_step(strategy, steps[1])
         ends.append(hold(strategy))
-    return around, ends
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    assert all(torch.equal(one[0][name], other[0][name]) for name in one[0]) and one[1] == other[1]
+    assert same(*ends) and ends[0][2] == ends[1][2], where
 
 
 @trap
-def a_failed_step_leaves_what_can_go_on(ranks: RankPool, choice: Choice) -> None:
-    """Evaluated, saved, and trained further as if the failed step had not been."""
+def a_failed_step_leaves_what_can_go_on(ranks: RankPool, choice: str) -> None:
     for where in ("forward", "backward"):
-        for (before, after), (with_failure, without) in ranks.run(2, fail_and_go_on, choice, where):
-            assert_equal(before, after)
-            assert_equal(with_failure, without)
-            assert with_failure[2] == without[2], f"memory, {where}"
+        ranks.run(2, fail_and_go_on, choice, where)
 
 
-def refusals(choice: Choice) -> dict[str, str]:
+def refusals(choice: str) -> dict[str, str]:
     """What this rank says, by what it must say in it."""
-    is_first, strategy = dist.get_rank() == 0, make(choice, build("plain"))
+    is_first, strategy, make = dist.get_rank() == 0, built(choice), partial(built, choice)
     sparse = nn.ModuleDict({"embedding": nn.Embedding(4, 2, sparse=True)})
     renormed = nn.ModuleDict({"embedding": nn.Embedding(4, 2, max_norm=1.0)})
     batches, state = [make_batch("plain", 2, 0)], {"nothing": torch.zeros(1)}
     return {
         "no samples on ranks [1]": message_of(ValueError, strategy.forward_backward, batches if is_first else []),
         "nothing": message_of(ValueError, strategy.load_full_state_dict, state if is_first else {}),
-        "between rank 0 and rank 1": message_of(UnsupportedError, make, choice, build("plain" if is_first else "tied")),
-        "embedding embedding has sparse gradients": message_of(ValueError, make, choice, sparse),
-        "embedding embedding has max_norm": message_of(ValueError, make, choice, renormed),
-        "weight has no shape yet": message_of(ValueError, make, choice, nn.LazyLinear(1)),
-        "weight is complex": message_of(ValueError, make, choice, nn.Linear(2, 1, dtype=torch.complex64)),
-        "no trainable parameter": message_of(ValueError, make, choice, nn.ReLU()),
+        "between rank 0 and rank 1": message_of(UnsupportedError, make, "plain" if is_first else "tied"),
+        "embedding embedding has sparse gradients": message_of(ValueError, make, sparse),
+        "embedding embedding has max_norm": message_of(ValueError, make, renormed),
+        "weight has no shape yet": message_of(ValueError, make, nn.LazyLinear(1)),
+        "weight is complex": message_of(ValueError, make, nn.Linear(2, 1, dtype=torch.complex64)),
+        "no trainable parameter": message_of(ValueError, make, nn.ReLU()),
     }
 
 
 @trap
-def mistakes_are_refused_on_every_rank(ranks: RankPool, choice: Choice) -> None:
+def mistakes_are_refused_on_every_rank(ranks: RankPool, choice: str) -> None:
     """A first step without samples on a rank, a state or modules that differ, and what cannot be trained."""
     check_messages(ranks, 2, refusals, choice)
 
 
+def unused_without_a_flag() -> str:
+    return message_of(UnsupportedError, build_and_step, Case("pytorch_ddp", "branching"))
+
+
 def test_pytorch_ddp_says_what_to_do_about_unused_parameters(ranks: RankPool) -> None:
-    choice, options = ("ddp", "pytorch_ddp"), StrategyOptions()
-    for message in ranks.run(2, message_of, UnsupportedError, build_and_step, choice, "branching", options):
+    for message in ranks.run(2, unused_without_a_flag):
         assert "spare.weight" in message and "--find-unused-parameters" in message
 
 
-def second_gradient(choice: Choice) -> None:
+def second_gradient(choice: str) -> None:
     """What is reduced during backward cannot take a second gradient, as another backward pass makes."""
-    module = build("plain")
-    strategy = make(choice, module)
+    strategy = built(choice)
     refusal = pytest.raises(OneRankError, match="received a second gradient in one micro-batch")
     with refusal if strategy.reduces_in_backward else nullcontext(), strategy.micro_batch():
         loss = strategy(**make_batch("plain", 2, 0)).loss
@@ -285,7 +208,7 @@ def second_gradient(choice: Choice) -> None:
 
 
 @trap_of_own_loops
-def second_gradient_is_refused(ranks: RankPool, choice: Choice) -> None:
+def second_gradient_is_refused(ranks: RankPool, choice: str) -> None:
     ranks.run(2, second_gradient, choice)
 
 
@@ -300,8 +223,8 @@ class OneElement(nn.Module):
         return SimpleNamespace(loss=(self.scale * x).mean())
 
 
-def gradient_of_one_element(choice: Choice) -> tuple[float, float]:
-    strategy = make(choice, OneElement())
+def gradient_of_one_element(choice: str) -> tuple[float, float]:
+    strategy = built(choice, OneElement())
     loss = strategy.forward_backward([{"x": torch.full((2,), float(strategy.data_parallel_rank))}])
     return loss.item(), strategy.full_gradients()["scale"].item()
 
@@ -309,51 +232,49 @@ def gradient_of_one_element(choice: Choice) -> tuple[float, float]:
 @each_row("name", ddp.CHOICES)
 def test_fewer_elements_than_ranks(ranks: RankPool, name: str) -> None:
     """Some ranks have no share of the gradients to look at (TRAPS 14). x is 0, 1 and 2 on the three ranks."""
-    assert ranks.run(3, gradient_of_one_element, ("ddp", name)) == [(1.0, 1.0)] * 3
+    assert ranks.run(3, gradient_of_one_element, name) == [(1.0, 1.0)] * 3
 
 
 # Buffers and state ---------------------------------------------------------------------------------------------------
 
 
 @trap
-def buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: Choice) -> None:
+def buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: str) -> None:
     """Broadcast at the start, each rank's own within a step, rank 0's again before the next (TRAPS 11, 12)."""
-    results, expected = (
-        ranks.run(2, train_on_rank, either, "normed", [[[4, 4], [4, 4]]] * 3)
-        for either in (choice, ("ddp", "pytorch_ddp"))
+    found, wanted = (
+        ranks.run(2, trained, Case(either, "normed", split=[[[4, 4], [4, 4]]] * 3))
+        for either in (choice, "pytorch_ddp")
     )
-    assert_close(results[0]["state"], expected[0]["state"], 1e-5, "state")
-    means, wanted = ([each["own_state"]["norm.running_mean"] for each in of] for of in (results, expected))
-    assert torch.allclose(means[0], wanted[0], rtol=1e-6) and torch.allclose(means[1], wanted[1], rtol=1e-6)
+    assert_close(found[0]["state"], wanted[0]["state"], 1e-5, "state")
+    means, right = ([each["own_state"]["norm.running_mean"] for each in of] for of in (found, wanted))
+    assert torch.allclose(means[0], right[0], rtol=1e-6) and torch.allclose(means[1], right[1], rtol=1e-6)
     assert not torch.equal(*means)
 
 
-def buffers_after_load(choice: Choice) -> bool:
+def buffers_after_load(choice: str) -> bool:
     """Whether this rank has rank 0's statistics as soon as they are loaded, whatever they were before."""
     rank, module = dist.get_rank(), build("normed", seed=dist.get_rank())
-    strategy = make(choice, module)
-    wanted = module.norm.running_mean + 1
+    strategy, mean = built(choice, module), module.get_buffer("norm.running_mean")
+    wanted = mean + 1
     state = strategy.full_state_dict()
-    module.norm.running_mean.fill_(rank)
+    mean.fill_(rank)
     strategy.load_full_state_dict(state | {"norm.running_mean": wanted.clone()} if rank == 0 else {})
-    return torch.equal(module.norm.running_mean, wanted)
+    return torch.equal(mean, wanted)
 
 
 @trap_of_own_loops
-def loaded_buffers_are_on_every_rank(ranks: RankPool, choice: Choice) -> None:
+def loaded_buffers_are_on_every_rank(ranks: RankPool, choice: str) -> None:
     assert all(ranks.run(2, buffers_after_load, choice))
 
 
 @trap
-def full_state_continues_elsewhere(ranks: RankPool, choice: Choice) -> None:
+def full_state_continues_elsewhere(ranks: RankPool, choice: str) -> None:
     """Into another choice and another world size, as if nothing had happened (TRAPS 19)."""
     for model in ("tied", "odd"):
-        choices = [other for other in all_choices() if (other[1], model) not in REFUSALS]
-        if choice not in choices:
-            continue
-        other = choices[(choices.index(choice) + 1) % len(choices)]
-        first = ranks.run(2, train_on_rank, choice, model, [[[2, 2], [2, 2]], [[4], [4]]])
-        assert first[1]["state"] == {}
-        assert first[0]["state"].keys() == build(model).state_dict().keys()
-        steps = [[[2], [2, 2], [2]], [[1], [1], [1]]]
-        check_parity(ranks, other, model, steps, state=first[0]["state"], first_step=2)
+        others = [other for other in NAMES if (other, model) not in REFUSALS]
+        if choice in others:
+            first, second = ranks.run(2, trained, Case(choice, model, split=[[[2, 2], [2, 2]], [[4], [4]]]))
+            assert second["state"] == {} and first["state"].keys() == build(model).state_dict().keys()
+            other = others[(others.index(choice) + 1) % len(others)]
+            steps = [[[2], [2, 2], [2]], [[1], [1], [1]]]
+            check(ranks, Case(other, model, "dp=3", split=steps, state=first["state"], first_step=2, counted=False))

@@ -132,9 +132,7 @@ def test_as_one_process(ranks: RankPool, world_size: int) -> None:
 
 
 def trained(name: str, choice: str = "zero3") -> Outcome | str:
-    return on_a_rank(
-        {**AS_ONE_PROCESS, **{key: case for key, (case, _) in REFUSED.items()}}[name], ("sharding", choice), 25
-    )
+    return on_a_rank({**AS_ONE_PROCESS, **{key: case for key, (case, _) in REFUSED.items()}}[name], choice, 25)
 
 
 def around_all(run: Run, batch: Samples) -> Tensor:

@@ -19,7 +19,7 @@ from pipeline_parallel.schedules import SCHEDULES
 from scripts import check_streams
 from tests.in_process import run_in_process
 from tests.models import build, make_batch
-from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.parity import in_stages, strategy_of
 from tests.stream_checker.planted import PLANTED, Planted
 from tests.tables import by_default
 
@@ -41,8 +41,7 @@ def checked(choice: str, model: str = "llama", micro_batches: int = 1, **more: A
     options = {"bucket_cap_mb": 0.0005} if choice in IN_BUCKETS else {}
     options |= more.pop("options", {})
     if schedule := more.pop("schedule", ""):
-        chunks = 2 if schedule == "interleaved" else 1
-        more["made"] = partial(strategy_in_pipeline, "dp=2,pp=2", choice, model, schedule, chunks, "fused", **options)
+        more["made"] = partial(strategy_of, in_stages(choice, "dp=2,pp=2", model, schedule, "fused", **options))
     return check(
         choice, partial(build, model), partial(make_batch, model, 3), micro_batches, StrategyOptions(**options), **more
     )

@@ -4,12 +4,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-import tensor_parallel
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
@@ -17,77 +15,11 @@ from ddp_lab.strategy.interface import Strategy
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
 from tensor_parallel.cuts import cut_evenly
 from tensor_parallel.parallelize import parallelize
-from tensor_parallel.plan import Column, Region, Row, Shared, plan_of
+from tensor_parallel.plan import Column, Region, Row, plan_of
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, message_of, one_step, options_of, oracle, weight_decay_groups
+from tests.parity import CPU, Case, message_of, one_step, strategy_of
 from tests.ranks import RankPool
 from tests.tables import each_row
-from tests.tensor_parallel.meshes import CPU, HAND_WRITTEN, strategy_on_mesh
-
-NORMS = ("input_layernorm", "post_attention_layernorm", "model.norm")
-
-
-def norms_after_training(names_norms: bool) -> dict[str, torch.Tensor]:
-    """Weights of norms after two steps with sequence parallelism, with a plan that names the norms, or does not."""
-    with mesh_groups(Mesh.parse("tp=2"), "cpu") as groups:
-        module = build("lm, llama")
-        plan = {k: style for k, style in plan_of(module, 2).items() if names_norms or not isinstance(style, Shared)}
-        parts = parallelize(module, plan, groups, CPU, sequence_parallel=True)
-        options = options_of(("", "simple_ddp"), model_parallel=parts)
-        strategy = tensor_parallel.load("simple_ddp")(module, OPTIMIZERS["sgd"], options, groups.data)
-        for step in range(2):
-            one_step(strategy, [make_batch("lm, llama", 3, step)])
-        return {name: p.detach().clone() for name, p in module.named_parameters() if any(n in name for n in NORMS)}
-
-
-def test_norms_do_not_drift_apart(ranks: RankPool) -> None:
-    """Each rank norms its own tokens. Without f in front of its weight, a norm would learn from these alone."""
-    for names_norms in (True, False):
-        first, second = ranks.run(2, norms_after_training, names_norms)
-        alike = [torch.equal(tensor, second[name]) for name, tensor in first.items()]
-        assert len(alike) == 5 and (all(alike) if names_norms else not any(alike))
-
-
-def clipped(choice: str, sequence_parallel: bool) -> list[float]:
-    with strategy_on_mesh("dp=2,tp=2", choice, "lm, gqa", sequence_parallel, seed=0) as strategy:
-        strategy.forward_backward([make_batch("lm, gqa", 2, 100 * strategy.data_parallel_rank)])
-        norms = [strategy.clip_grad_norm_(most).item() for most in (0.1, 1.0)]
-        return [strategy.verdict.loss_and_norm[1], *norms]
-
-
-@each_row("choice", HAND_WRITTEN)
-def test_clipping_counts_each_element_once(ranks: RankPool, choice: str) -> None:
-    """Of cut, replicated and tied parameters; the second norm shows that all were scaled alike."""
-    wanted = oracle("lm, gqa", [[[2], [2]]], clip=0.1)["norm"][0]
-    for found in ranks.run(4, clipped, choice, choice != "tp"):
-        assert found == pytest.approx([wanted, wanted, 0.1], rel=1e-5)
-
-
-def decayed(choice: str) -> dict[str, torch.Tensor]:
-    with strategy_on_mesh(
-        "dp=2,tp=2", choice, "plain", optimizer="adam", seed=0, parameter_groups=weight_decay_groups
-    ) as strategy:
-        for step in range(3):
-            one_step(strategy, [make_batch("plain", 2, 1000 * step + 100 * strategy.data_parallel_rank)])
-        return strategy.full_state_dict()
-
-
-@each_row("choice", ["tp", "zero2"])
-def test_parameter_groups_and_weight_decay(ranks: RankPool, choice: str) -> None:
-    wanted = oracle("plain", [[[2], [2]]] * 3, "adam", groups=True)["state"]
-    found = ranks.run(4, decayed, choice)[0]
-    assert all(torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6) for name, tensor in wanted.items())
-
-
-def tied_after_a_step(choice: str) -> bool:
-    with strategy_on_mesh("tp=2", choice, "lm, gqa") as strategy:
-        one_step(strategy, [make_batch("lm, gqa", 2, 0)])
-        return strategy.module.lm_head.weight is strategy.module.model.embed_tokens.weight  # type: ignore[union-attr]
-
-
-def test_tied_embeddings_stay_tied(ranks: RankPool) -> None:
-    for choice in HAND_WRITTEN:
-        assert all(ranks.run(2, tied_after_a_step, choice))
 
 
 def threads_once_ended(expected: int) -> int:
@@ -101,25 +33,25 @@ def threads_once_ended(expected: int) -> int:
 def threads_behind_meshes(choice: str) -> list[int]:
     """Of this process, when each of some meshes has been closed, on which a strategy took a step."""
     found: list[int] = []
-    for _ in range(4):
-        with strategy_on_mesh(
-            "replicate=2,shard=1,tp=2" if choice == "zero3" else "dp=2,tp=2", choice, "plain"
+    for _ in range(3):
+        with strategy_of(
+            Case(choice, mesh="replicate=2,shard=1,tp=2" if choice == "zero3" else "dp=2,tp=2")
         ) as strategy:
             one_step(strategy, [make_batch("plain", 2, 0)])
         found.append(threads_once_ended(min(found[1:], default=1000)))
     return found
 
 
-@each_row("choice", ["simple_ddp", "tp", "zero1", "zero3"])
+@each_row("choice", ["tp", "zero3"])
 def test_groups_end_with_their_mesh(ranks: RankPool, choice: str) -> None:
     """Each has threads of its own over Gloo; the latest mesh's end with the caller's variables."""
     for threads in ranks.run(4, threads_behind_meshes, choice):
-        assert max(threads[2:]) <= threads[1], threads
+        assert threads[2] <= threads[1], threads
 
 
 def break_a_gradient(choice: str) -> str:
     """What rank 1 of dp=2,tp=2 makes the others say: a NaN in the gradient of its part alone."""
-    with strategy_on_mesh("dp=2,tp=2", choice, "lm, llama") as strategy:
+    with strategy_of(Case(choice, "lm, llama", "dp=2,tp=2")) as strategy:
         if dist.get_rank() == 1:
             name = "model.layers.1.mlp.up_proj.weight"
             strategy.trainable[name].register_hook(lambda gradient: gradient * float("nan"))
@@ -136,7 +68,9 @@ def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice:
 
 def draw(sequence_parallel: bool) -> dict[str, Any]:
     """Which elements dropout keeps, and the states of the generator within a region."""
-    with strategy_on_mesh("dp=2,tp=2", "tp", "lm, gpt2, dropout", sequence_parallel) as strategy:
+    with strategy_of(
+        Case("tp", "lm, gpt2, dropout", "dp=2,tp=2", {"sequence_parallel": sequence_parallel})
+    ) as strategy:
         seed_everything(7, strategy.data_parallel_rank)  # as the runner: the same for ranks with the same samples
         seen: dict[str, Any] = {}
 
@@ -197,39 +131,14 @@ def test_cross_entropy(ranks: RankPool, world_size: int, vocabulary: int) -> Non
             assert torch.allclose(gradient, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)
 
 
-def resting(choice: str, sequence_parallel: bool) -> tuple[dict[str, int], int, int]:
-    """Bytes at rest, and the elements of this rank's part and its number of tensors, from the whole model."""
-    with strategy_on_mesh("dp=2,tp=2", choice, "lm, even", sequence_parallel, optimizer="adam") as strategy:
-        one_step(strategy, [make_batch("lm, even", 2, 0)])
-        assert strategy.model_parallel is not None
-        strategy.finish_communication()
-        elements, count = 0, 0
-        for name, p in build("lm, even").named_parameters():
-            cut = strategy.model_parallel.cuts.get(name)
-            part = (
-                p.numel()
-                if cut is None
-                else torch.empty(cut.part_shape(p, strategy.model_parallel.tensor_rank)).numel()
-            )
-            elements, count = elements + part, count + 1
-        return strategy.memory_breakdown(), elements, count
-
-
-def test_memory_at_rest(ranks: RankPool) -> None:
-    """16 bytes for each element of a rank's part of the model, and 4 for each of Adam's step counters."""
-    for memory, elements, tensors in ranks.run(4, resting, "simple_ddp", True):
-        assert memory["parameters"] == memory["gradients"] == 4 * elements
-        assert memory["optimizer_state"] == 8 * elements + 4 * tensors
-
-
 # Refusals ----------------------------------------------------------------------------------------------------------
 
 
-def refuse(mesh: str, model: str, plan: Any = None, sequence_parallel: bool = False) -> str:
+def refuse(mesh: str, model: str, plan: Any, wanted: str) -> str:
     def cut() -> None:
         with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
             module = build(model)
-            parallelize(module, plan or plan_of(module, groups.mesh.model_size), groups, CPU, sequence_parallel)
+            parallelize(module, plan or plan_of(module, groups.mesh.model_size), groups, CPU, "--sequence" in wanted)
 
     return message_of(UnsupportedError, cut)
 
@@ -253,17 +162,17 @@ def refuse(mesh: str, model: str, plan: Any = None, sequence_parallel: bool = Fa
             {"first": Column(), "last": Row()},
             "--plan: last.weight is tied to a parameter that is cut in",
         ),
+        (
+            "plain",
+            {"net.0": Column(), "net.2": Row()},
+            "--sequence-parallel: the plan does not say",
+        ),
         ("adapted", {"blocks.*": Region(), "blocks.*.base": Column()}, "adapter.weight is in region blocks.0, where"),
     ],
 )
 def test_refused_by_name(ranks: RankPool, model: str, plan: Any, wanted: str) -> None:
-    for message in ranks.run(3, refuse, "tp=3", model, plan):
+    for message in ranks.run(3, refuse, "tp=3", model, plan, wanted):
         assert wanted in message
-
-
-def test_sequence_parallelism_needs_a_place_to_begin(ranks: RankPool) -> None:
-    for message in ranks.run(2, refuse, "tp=2", "plain", {"net.0": Column(), "net.2": Row()}, True):
-        assert message == "--sequence-parallel: the plan does not say where tokens are split"
 
 
 class Overflow(torch.autograd.Function):
@@ -299,7 +208,7 @@ def overflowing(strategy: Strategy, model: str, layer: str | None) -> list[tuple
 
 
 def overflowing_on_one_rank(choice: str) -> list[tuple[bool, float, bool]]:
-    with strategy_on_mesh("dp=2,tp=2", choice, "plain", precision="fp16", loss_scale=16.0) as strategy:
+    with strategy_of(Case(choice, "plain", "dp=2,tp=2", {"precision": "fp16", "loss_scale": 16.0})) as strategy:
         return overflowing(strategy, "plain", "net.0" if dist.get_rank() == 1 else None)
 
 

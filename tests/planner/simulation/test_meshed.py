@@ -13,19 +13,17 @@ from torch import Tensor
 from ddp_lab.planner.contracts import MODEL_STATES
 from ddp_lab.planner.costs.cluster import Link
 from ddp_lab.planner.costs.links import LinkCosts
-from ddp_lab.planner.simulation.simulate import Simulation, adamw
-from ddp_lab.runtime.mesh import Mesh, mesh_groups
+from ddp_lab.planner.simulation.simulate import Simulation
+from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.strategy.accounting import storage_bytes
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
 from expert_parallel.balance import Balance
-from tests.models import build, make_batch
-from tests.parity import load, options_of
-from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.models import make_batch
+from tests.parity import Case, strategy_of
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
-from tests.tensor_parallel.meshes import strategy_on_mesh
 from tests.traffic import CLIP, Totals, add, announced, counted_step
 
 CASES = [
@@ -53,18 +51,9 @@ CASES = [
 def real_strategy(
     mesh: str, choice: str, model: str, sequence_parallel: bool, options: dict[str, Any]
 ) -> Iterator[Strategy]:
-    if {"cp", "ep"} & Mesh.parse(mesh).degrees.keys():
-        with strategy_in_pipeline(mesh, choice, model, optimizer="adam", **options) as strategy:
-            yield strategy
-        return
-    if "tp" in mesh:
-        with strategy_on_mesh(mesh, choice, model, sequence_parallel, "adam", **options) as strategy:
-            yield strategy
-        return
-    named = ("sharding" if "shard" in mesh else "ddp", choice)
-    with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
-        settings = options_of(named, shard_groups=groups.shard_groups, **options)
-        yield load(named)(build(model), adamw, settings, groups.data)
+    given = {"sequence_parallel": True, **options} if sequence_parallel else options
+    with strategy_of(Case(choice, model, mesh, given, optimizer="adam")) as strategy:
+        yield strategy
 
 
 def step_of(model: str, micro_batches: int) -> StepData:

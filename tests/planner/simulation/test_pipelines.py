@@ -16,7 +16,7 @@ from pipeline_parallel.actions import Shape
 from pipeline_parallel.checks import lists_of, most_in_flight, run_on_paper
 from pipeline_parallel.schedules import SCHEDULES
 from tests.models import make_batch
-from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.parity import in_stages, strategy_of
 from tests.planner.simulation.test_meshed import step_of
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
@@ -93,7 +93,7 @@ def test_schedules_differ_in_memory_as_on_paper() -> None:
 
 def peak_of_a_stage(mesh: str, schedule: str, choice: str, model: str, per_rank: int) -> int:
     step = step_of(model, MICRO_BATCHES)
-    with strategy_in_pipeline(mesh, choice, model, schedule, per_rank, "adam") as strategy:
+    with strategy_of(in_stages(choice, mesh, model, schedule, "adam")) as strategy:
         recorded = record_step_memory(strategy, step, None)
         assert recorded is not None
         return recorded["peak_bytes"] + storage_bytes(tensor for one in step.micro_batches for tensor in one.values())

@@ -19,7 +19,7 @@ from tests.checkpoints import SAMPLES, fingerprints, here, make_strategy, steps,
 from tests.damage import OF_ANOTHER_KIND, another, damage_field, damaged_tensors
 from tests.ranks import RankPool
 
-CHOICE = ("sharding", "zero2")
+CHOICE = "zero2"
 CASES = 150
 
 

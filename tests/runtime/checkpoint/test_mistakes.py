@@ -14,7 +14,7 @@ from tests.checkpoints import error_of, here, losses, train_to
 from tests.ranks import RankPool
 from tests.tables import each_row
 
-CHOICE = ("sharding", "zero2")
+CHOICE = "zero2"
 
 
 @pytest.fixture(scope="module")

@@ -15,28 +15,26 @@ from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.link.ledger import SLOTS
 from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.link.world import paced_groups
-from tests.parity import is_refused, over_choices, train_on_rank
+from tests.parity import NAMES, Case, trained
 from tests.ranks import RankPool
 from tests.tables import each_row
 
 ELEMENTS = 60_000
 SLOW = Link(16 * 10**6, 1e-4)
 """120 ms for an all-reduce of so many elements between two ranks."""
-SPLITS = [[[2, 1], [1, 2]], [[2, 2], [1]], [[1], [3]]]
 
 
-def both_ways(choice: tuple[str, str]) -> list[dict[str, Any]]:
-    plain = train_on_rank(choice, "plain", SPLITS, optimizer="adam")
+def both_ways(choice: str) -> list[dict[str, Any]]:
+    case = Case(choice, split="uneven", optimizer="adam")
+    plain = trained(case)
     with paced_groups(Link(10**9, 1e-5)):
-        paced = train_on_rank(choice, "plain", SPLITS, optimizer="adam")
+        paced = trained(case)
         gc.collect()
     return [plain, paced]
 
 
-@over_choices
-def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice: tuple[str, str]) -> None:
-    if is_refused(ranks, choice, "plain"):
-        pytest.skip("the choice refuses the model")
+@each_row("choice", NAMES)
+def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice: str) -> None:
     for plain, paced in ranks.run(2, both_ways, choice):
         assert plain["loss"] == paced["loss"]
         for part in ("gradients", "state"):

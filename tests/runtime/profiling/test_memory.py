@@ -18,9 +18,8 @@ from ddp_lab.runtime.profiling.memory_timeline import (
 from ddp_lab.strategy.accounting import ModelSize, expected_state_bytes
 from ddp_lab.strategy.batches import StepData
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, load, options_of
+from tests.parity import FAMILIES, NAMES, OPTIMIZERS, load, options_of
 from tests.ranks import RankPool
-from tests.strategies.cases.settings import FAMILIES
 from tests.tables import by_default
 
 # The formula ---------------------------------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ def test_a_workspace_is_what_an_operator_frees_itself() -> None:
 # Real steps ----------------------------------------------------------------------------------------------------------
 
 
-def step_memory(choice: tuple[str, str], model: str, micro_batches: int) -> dict[str, Any]:
+def step_memory(choice: str, model: str, micro_batches: int) -> dict[str, Any]:
     """A recorded step; its record, what is held afterwards, and how many hooks were left behind."""
     module = build(model)
     strategy = load(choice)(module, OPTIMIZERS["adam"], options_of(choice))
@@ -124,8 +123,8 @@ def count_hooks(strategy: Any) -> int:
     return modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in strategy.leaves())
 
 
-@pytest.mark.parametrize("choice", by_default(all_choices(), *FAMILIES), ids="-".join)
-def test_a_recorded_step(ranks: RankPool, choice: tuple[str, str]) -> None:
+@pytest.mark.parametrize("choice", by_default(NAMES, *FAMILIES))
+def test_a_recorded_step(ranks: RankPool, choice: str) -> None:
     for answer in ranks.run(2, step_memory, choice, "llama", 2):
         recorded, rest = answer["recorded"], answer["rest"]
         timeline = recorded["timeline"]

@@ -19,7 +19,6 @@ from ddp_lab.strategy.options import StrategyOptions
 from tests.parity import load, options_of
 
 FEATURES, SAMPLES, STEPS = 6, 4, 3
-Choice = tuple[str, str]
 Run = Callable[..., Any]
 
 
@@ -144,7 +143,7 @@ def in_one_process(case: Case, world_size: int) -> Outcome:
     return Outcome(norms, evaluate(case, module, module), state, any(True for _ in module.buffers()))
 
 
-def on_a_rank(case: Case, choice: Choice, bucket_cap_mb: float) -> Outcome | str:
+def on_a_rank(case: Case, choice: str, bucket_cap_mb: float) -> Outcome | str:
     """The same by a strategy; or what it says when it refuses."""
     module = build(case)
     options: StrategyOptions = options_of(

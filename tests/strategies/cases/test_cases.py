@@ -11,7 +11,7 @@ import pytest
 from tests.parity import IN_OWN_LOOPS, in_own_loops
 from tests.ranks import RankPool
 from tests.strategies.cases import CASES, SUBJECTS, WRONG, refusal
-from tests.strategies.cases.case import Choice, Outcome, in_one_process, on_a_rank
+from tests.strategies.cases.case import Outcome, in_one_process, on_a_rank
 from tests.strategies.cases.outcomes import assert_equal
 
 TINY, SMALL, USUAL = 0.00002, 0.0003, 25.0
@@ -31,34 +31,34 @@ KEY = {
 
 @in_own_loops
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_as_one_process(ranks: RankPool, choice: Choice, subject: str) -> None:
+def test_as_one_process(ranks: RankPool, choice: str, subject: str) -> None:
     for name in SUBJECTS[subject]:
         turn = list(CASES).index(name) - IN_OWN_LOOPS.index(choice)
-        if name in KEY or choice[1] == "zero3" or turn % 8 == 0:
-            is_cut_more = turn % 16 == 0 and not choice[1].startswith("pytorch")
+        if name in KEY or choice == "zero3" or turn % 8 == 0:
+            is_cut_more = turn % 16 == 0 and not choice.startswith("pytorch")
             check(ranks, name, choice, *((3, TINY) if is_cut_more else (2, SMALL)))
 
 
 @pytest.mark.exhaustive
 @in_own_loops
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_all_as_one_process(ranks: RankPool, choice: Choice, subject: str) -> None:
+def test_all_as_one_process(ranks: RankPool, choice: str, subject: str) -> None:
     for index, name in enumerate(SUBJECTS[subject]):
         check(ranks, name, choice, *((2, SMALL), (3, USUAL))[index % 2])
 
 
-def check(ranks: RankPool, name: str, choice: Choice, world_size: int, cap_mb: float) -> None:
-    if (name, choice[1]) in WRONG:  # PyTorch's own, which says nothing: docs/own-loop-limits.md
+def check(ranks: RankPool, name: str, choice: str, world_size: int, cap_mb: float) -> None:
+    if (name, choice) in WRONG:  # PyTorch's own, which says nothing: docs/own-loop-limits.md
         return
     outcomes = ranks.run(world_size, on_a_rank_by_name, name, choice, cap_mb)
-    wanted = refusal(name, choice[1])
+    wanted = refusal(name, choice)
     if wanted:
         assert all(isinstance(said, str) and wanted in said for said in outcomes), f"{name}: {outcomes}"
     else:
         assert_equal(name, outcomes, expected(name, world_size), CASES[name].tolerance)
 
 
-def on_a_rank_by_name(name: str, choice: Choice, bucket_cap_mb: float) -> Outcome | str:
+def on_a_rank_by_name(name: str, choice: str, bucket_cap_mb: float) -> Outcome | str:
     return on_a_rank(CASES[name], choice, bucket_cap_mb)
 
 

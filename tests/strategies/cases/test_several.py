@@ -9,13 +9,13 @@ import torch.distributed.nn.functional as collectives
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.parity import all_choices, load, options_of, over_own_loops
+from tests.parity import NAMES, load, options_of, over_own_loops
 from tests.ranks import RankPool
-from tests.strategies.cases.case import FEATURES, SAMPLES, STEPS, Choice, momentum, samples
+from tests.strategies.cases.case import FEATURES, SAMPLES, STEPS, momentum, samples
 from tests.strategies.cases.running import Blocks
 
 State = dict[str, Tensor]
-NEXT = dict(zip(all_choices(), all_choices()[1:] + all_choices()[:1], strict=True))
+NEXT = dict(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True))
 """Another choice for each, so that every pair of neighbours is tried."""
 
 
@@ -61,7 +61,7 @@ def train(module: nn.Module, steps: range, ranks: Sequence[int]) -> State:
 # One loss through two models, each with a choice of its own ----------------------------------------------------------
 
 
-def two_in_one_loss(choice: Choice, other: Choice) -> list[State]:
+def two_in_one_loss(choice: str, other: str) -> list[State]:
     first, second = (
         load(each)(module, momentum, options_of(each, bucket_cap_mb=0.0003))
         for each, module in zip((choice, other), make_pair(), strict=True)
@@ -78,7 +78,7 @@ def two_in_one_loss(choice: Choice, other: Choice) -> list[State]:
 
 
 @over_own_loops
-def test_two_models_in_one_loss(ranks: RankPool, choice: Choice) -> None:
+def test_two_models_in_one_loss(ranks: RankPool, choice: str) -> None:
     pair = make_pair()
     expected = nn.Sequential(*pair)
     train(expected, range(STEPS), range(2))
@@ -106,7 +106,7 @@ def make_synchronized() -> nn.Module:
 
 
 @over_own_loops
-def test_collectives_in_forward_and_backward(ranks: RankPool, choice: Choice) -> None:
+def test_collectives_in_forward_and_backward(ranks: RankPool, choice: str) -> None:
     module = make_synchronized()
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     train(module, range(STEPS), range(3))
@@ -117,7 +117,7 @@ def test_collectives_in_forward_and_backward(ranks: RankPool, choice: Choice) ->
 # On some of the ranks ------------------------------------------------------------------------------------------------
 
 
-def on_two_of_three(choice: Choice) -> State | str:
+def on_two_of_three(choice: str) -> State | str:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return {}
@@ -134,7 +134,7 @@ def on_two_of_three(choice: Choice) -> State | str:
 
 
 @over_own_loops
-def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice: Choice) -> None:
+def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice: str) -> None:
     """With losses that are means over different numbers of samples."""
     module = make_blocks()
     optimizer = momentum(module.parameters())
@@ -151,7 +151,7 @@ def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice: Choice) -> None:
 # States that move ----------------------------------------------------------------------------------------------------
 
 
-def train_on(choice: Choice, state: State, steps: range, make: Callable[[], nn.Module] = make_blocks) -> State:
+def train_on(choice: str, state: State, steps: range, make: Callable[[], nn.Module] = make_blocks) -> State:
     strategy = load(choice)(make(), momentum, options_of(choice, bucket_cap_mb=0.0003))
     strategy.load_full_state_dict(state if dist.get_rank() == 0 else {})
     for step in steps:

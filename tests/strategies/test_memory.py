@@ -1,0 +1,161 @@
+"""What a strategy holds, to the byte or as its formula says: at rest, in a step, on the device and on the host."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_lab.strategy.accounting import ModelSize, storage_bytes
+from tests.models import LORA, Lookup, batch, build, make_batch
+from tests.parity import Case, built, one_step, strategy_of
+from tests.ranks import RankPool
+from tests.tables import each_row
+
+STAGES = ["zero1", "zero2", "zero3"]
+BF16 = {"param_dtype": "bf16"}
+
+
+def at_rest(case: Case) -> dict[str, Any]:
+    """Bytes by component after a step, what formulas say of them, and the sizes of parameters in each flat tensor."""
+    with strategy_of(case) as strategy:
+        size = ModelSize.of(build(case.model))
+        for step in range(2):
+            one_step(strategy, [make_batch(case.model, 2, 10 * step + i) for i in range(2)])
+        strategy.finish_parameter_synchronization()
+        return {
+            "held": strategy.memory_breakdown(),
+            "expected": strategy.expected_memory(size),
+            "host": (strategy.expected_host_bytes(size), strategy.host_bytes()),
+            "flats": [[p.numel() for p in flat.parameters] for flat in getattr(strategy, "flats", [])],
+        }
+
+
+CASES = [
+    *(Case(name, "llama", mesh, optimizer="adam") for name in STAGES for mesh in ("replicate=2,shard=2", "dp=3")),
+    *(
+        Case(name, "llama", options=options, optimizer="adam")
+        for name in (*STAGES, "pytorch_zero2", "pytorch_zero3")
+        for options in (BF16, {"reduce_dtype": "bf16"})
+    ),
+    *(
+        Case(name, "llama", options={"offload": what, **more}, optimizer="adam")
+        for name, what in (
+            *((name, "optimizer") for name in STAGES),
+            *((name, "parameters") for name in ("zero3", "pytorch_zero2", "pytorch_zero3")),
+            ("zero2", "optimizer:FOLDER"),
+        )
+        for more in ({}, BF16)
+    ),
+    Case("zero3", "llama", options={"compile_backend": "aot_eager"}, optimizer="adam"),
+    *(Case(name, LORA, optimizer="adam") for name in ("baseline", "zero1", "zero3", "pytorch_zero3")),
+]
+
+
+@each_row("case", CASES)
+def test_memory_is_as_the_formulas_say(ranks: RankPool, case: Case, tmp_path: Any) -> None:
+    """Padding and Adam's counters aside."""
+    options = {
+        name: str(v).replace("FOLDER", str(tmp_path)) if name == "offload" else v for name, v in case.options.items()
+    }
+    for found in ranks.run(case.of.size, at_rest, Case(**{**vars(case), "options": options})):
+        for component, expected in found["expected"].items():
+            assert expected <= found["held"][component] <= 1.2 * expected + 400, component
+        expected, held = found["host"]
+        assert expected <= held <= 1.05 * expected
+
+
+@each_row("name", ["simple_ddp", "flat_ddp", "bucket_ddp_async", "pytorch_ddp", "pytorch_ddp_plain"])
+def test_replicated(ranks: RankPool, name: str) -> None:
+    """4 bytes an element each for parameters and gradients, 8 for Adam, and Adam's 4-byte step counter a tensor."""
+    elements, tensors = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1, 6
+    for found in ranks.run(2, at_rest, Case(name, optimizer="adam")):
+        assert found["held"] == {
+            "parameters": 4 * elements,
+            "gradients": 4 * elements * (2 if name == "pytorch_ddp_plain" else 1),  # DDP's buckets are copies
+            "optimizer_state": 8 * elements + 4 * tensors,
+            "buffers": 0,
+        }
+
+
+@pytest.mark.parametrize("name", STAGES)
+@each_row("mesh, precision", [("dp=2", "fp32"), ("replicate=2,shard=3", "bf16")])
+def test_sharded(ranks: RankPool, name: str, mesh: str, precision: str) -> None:
+    """Fp32 states in either precision: 4 bytes an element each for parameters and gradients, whole or a shard; 8 for
+    Adam on the shard's elements without padding, and its 4-byte step counter for each piece of a parameter."""
+    case = Case(name, "plain", mesh, {"precision": precision, "bucket_cap_mb": 0.0005}, optimizer="adam")
+    parts = case.of.degrees.get("shard", case.of.size)
+    for rank, found in enumerate(ranks.run(case.of.size, at_rest, case)):
+        shards = [4 * -(-sum(sizes) // (4 * parts)) for sizes in found["flats"]]  # begin at 16 bytes
+        padded, states = sum(shards) * parts, 0
+        for sizes, shard in zip(found["flats"], shards, strict=True):
+            start = 0
+            for size in sizes:
+                held = min(start + size, (rank % parts + 1) * shard) - max(start, rank % parts * shard)
+                states += 8 * held + 4 if held > 0 else 0
+                start += size
+        assert sum(map(sum, found["flats"])) == sum(p.numel() for p in build("plain").parameters())
+        assert found["held"] == {
+            "parameters": 4 * (sum(shards) if name == "zero3" else padded),
+            "gradients": 4 * (padded if name == "zero1" else sum(shards)),
+            "optimizer_state": states,
+            "buffers": 0,
+        }
+
+
+def parameters_in_use(micro_batches: int) -> tuple[int, int, int, int, int]:
+    """Most bytes of full parameters, and of all model states beyond rest; the root's, a block's, those at an update."""
+    strategy: Any = built("zero3", "deep", "adam")
+    root, block = (sum(flat.full_bytes for flat in unit.flats) for unit in (strategy.root, strategy.schedule.units[0]))
+    one_step(strategy, [batch(2, i) for i in range(micro_batches)])
+    at_rest = sum(strategy.memory_breakdown().values())
+    full, held = [], []
+
+    def look(*_: object) -> None:
+        full.append(sum(flat.full.untyped_storage().nbytes() for flat in strategy.flats))
+        received = sum(b.flat.full_bytes for buckets in strategy.schedule.in_flight for b in buckets if b.in_flight)
+        held.append(sum(strategy.memory_breakdown().values()) + received // 2)  # what a scatter of two ranks receives
+
+    for layer in strategy.module.modules():
+        layer.register_forward_pre_hook(look)
+        layer.register_forward_hook(look)
+        layer.register_full_backward_hook(look)
+    for parameter in strategy.module.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    strategy.optimizer.register_step_pre_hook(look)  # behind it nothing of before the update is kept anyway
+    one_step(strategy, [batch(2, i) for i in range(micro_batches)])
+    return max(full), max(held) - at_rest, root, block, full[-1]
+
+
+@each_row("micro_batches", [1, 2])
+def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches: int) -> None:
+    for full, beyond_rest, root, block, left in ranks.run(2, parameters_in_use, micro_batches):
+        # Parts of the root of 6 * 20 + 20 and 20 + 1 elements, and 20 * 20 + 20: each padded to twice 4 elements.
+        assert (root, block) == (4 * (144 + 24), 4 * 424)
+        assert root + block < full <= root + 2 * block
+        assert beyond_rest <= root + 6 * block, "of two: parameters, gradients, their sum with what is received"
+        assert left == 0
+
+
+def embedding_in_backward(reads: str) -> set[int]:
+    """Bytes that the embedding's storage has when a block's gradient is there, in all steps but the first's forward."""
+    module = Lookup(reads)
+    strategy: Any = built("zero3", module)
+    seen: set[int] = set()
+    for parameter in module.blocks.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: seen.add(strategy.embeddings.flats[0].full.untyped_storage().nbytes())
+        )
+    for step in range(2):
+        one_step(strategy, [batch(2, 10 * step + index) for index in range(2)])
+    assert all(flat.full.untyped_storage().nbytes() == 0 for flat in strategy.flats)
+    return seen
+
+
+def test_zero3_frees_an_embedding_before_backward_that_does_not_read_it(ranks: RankPool) -> None:
+    assert ranks.run(2, embedding_in_backward, "") == [{0}, {0}]
+    assert ranks.run(2, embedding_in_backward, "head") == [{4 * 30 * 8}] * 2
+
+
+def test_storage_is_counted_once() -> None:
+    base = torch.zeros(10)
+    assert storage_bytes([base, base[:5], base.view(2, 5), torch.zeros(3)]) == 52
