@@ -92,7 +92,9 @@ def names_of(kind: str, known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def sizes(text: str) -> list[int]:
     """A type of a flag: bytes, such as `4096`, `1K` or `1.5MiB`, with commas between; the smallest first."""
-    found = {part: re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", part.strip(), re.I) for part in text.split(",")}
+    found = {
+        part: re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)(?:i?B)?", part.strip(), re.I) for part in text.split(",")
+    }
     numbers = {part: float(match[1]) * UNITS[match[2].upper()] if match else 0 for part, match in found.items()}
     for part, number in numbers.items():
         if number < 1 or number != int(number):

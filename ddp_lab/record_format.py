@@ -8,7 +8,7 @@ RECORD_VERSION = 10
 """Version of the format."""
 SHARED_GPU = "step times tell about overlap and order, not about as many GPUs as ranks"
 """Behind a record's `gpu_sharing`."""
-PART = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?$")
+PART = re.compile("([0-9]{1,6})(?:-([0-9]{1,6}))?$")
 
 
 def ranks_in(text: str, flag: str) -> frozenset[int]:

@@ -6,19 +6,24 @@ import gzip
 import io
 import lzma
 import os
+import re
+import tomllib
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast, get_args, get_type_hints
 
 import msgspec
 
+from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
 
 LIMIT, MOST_GIB = "DDP_LAB_MOST_GIB", 2.0
 """The limit is in the environment, which the processes that read ranks inherit; and its default."""
 NOT_WHOLE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 """What a stream raises whose file cannot be read, or is cut short or damaged."""
+MOST_SETTINGS_MIB, DEEPEST = 8, 50
+"""Of a file of settings: its size, and how many tables or lists may be in each other."""
 _CHUNK = 2**20
 
 
@@ -97,6 +102,47 @@ def json_bytes(path: Path, share: float = 1.0) -> bytearray:
     return content
 
 
+def settings_in(path: Path, flag: str, parse: Callable[[str], Any] = tomllib.loads) -> Any:
+    """The content of a file of settings that `flag` names, of TOML or what else `parse` reads.
+
+    Raises:
+        UserError: it cannot be read, is no such file, or larger or deeper than the limits.
+    """
+    kind = "TOML" if parse is tomllib.loads else "JSON"
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_SETTINGS_MIB * 2**20 + 1)
+        if len(data) > MOST_SETTINGS_MIB * 2**20:
+            raise UserError(
+                f"{flag} {path}: more than {MOST_SETTINGS_MIB} MiB, too much for settings; give another file"
+            )
+        content = parse(data.decode())
+        level = [content]
+        for _ in range(DEEPEST):
+            within = [
+                each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
+            ]
+            level = [each for inner in within for each in inner]
+        if level:
+            raise RecursionError
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not even text
+        raise UserError(f"{flag} {path}: not a {kind} file: {error}") from None
+    except RecursionError:
+        raise UserError(
+            f"{flag} {path}: more than {DEEPEST} tables or lists in each other; give another file"
+        ) from None
+    return content
+
+
+def _fields(kind: Any) -> list[str]:
+    """The names of all fields in a layout."""
+    names = list(getattr(kind, "__struct_fields__", ()))
+    parts = get_type_hints(kind).values() if names else get_args(kind)
+    return names + [name for part in parts for name in _fields(part)]
+
+
 def fitted(content: Any, kind: Any, path: object, what: str) -> Any:
     """`content` by the layout `kind`, a type of msgspec.
 
@@ -107,5 +153,7 @@ def fitted(content: Any, kind: Any, path: object, what: str) -> Any:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at `")
+        if unknown := re.search("unknown field `(.*)`", problem):
+            problem = unknown_name("field", unknown[1], _fields(kind))
         where = f"{place.strip('$.`')}: " if place else ""
         raise UserError(f"{path}: a damaged {what}: {where}{problem}") from None

@@ -16,6 +16,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import PIPELINE, MeshGroups, timeout_of
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
+from ddp_lab.untrusted import settings_in
 from pipeline_parallel.channels import open_channels
 from pipeline_parallel.partition import Split, partition
 from pipeline_parallel.runner import Pipeline
@@ -23,7 +24,7 @@ from pipeline_parallel.schedules import SCHEDULES
 from pipeline_parallel.stage import Stages
 from pipeline_parallel.tied import shared_of, tie
 from tensor_parallel.parallelize import parallelize_for as cut_layers
-from tensor_parallel.plan import STAGES, read_toml
+from tensor_parallel.plan import STAGES
 from tensor_parallel.traffic import Traffic
 
 
@@ -52,14 +53,14 @@ def split_of(config: RunConfig) -> Split | None:
         UserError: they cannot be read.
     """
     if config.pipeline_split:
-        if not re.fullmatch(r"\d+(,\d+)*", config.pipeline_split):
+        if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", config.pipeline_split):
             wrong = f"--pipeline-split {config.pipeline_split}"
             raise UserError(f"{wrong}: write the number of blocks in each stage, such as 4,6,6,4")
         return [int(part) for part in config.pipeline_split.split(",")]
-    if config.plan is None or (config.cuts_layers and STAGES not in read_toml(Path(config.plan))):
+    if config.plan is None or (config.cuts_layers and STAGES not in settings_in(Path(config.plan), "--plan")):
         return None
     try:
-        return msgspec.convert(read_toml(Path(config.plan)).get(STAGES), list[list[str]])
+        return msgspec.convert(settings_in(Path(config.plan), "--plan").get(STAGES), list[list[str]])
     except msgspec.ValidationError as error:
         example = 'stages = [["embed", "layers.0"], ["layers.1", "head"]]'
         raise UserError(f"--plan {config.plan}: {STAGES}: {error}; write for example {example}") from error

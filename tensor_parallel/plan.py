@@ -6,7 +6,6 @@
 Plans of transformers' Llama, Mistral, Qwen2 and GPT-2 are here. `read_plan` reads one for another model from a file.
 """
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 from torch import nn
 
 from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.untrusted import settings_in
 
 
 @dataclass(frozen=True)
@@ -161,21 +161,8 @@ def read_plan(path: Path) -> Plan:
     Raises:
         UserError: it cannot be read; names the line of the plan.
     """
-    content = read_toml(path)
+    content = settings_in(path, "--plan")
     return {pattern: _style(path, pattern, value) for pattern, value in content.items() if pattern != STAGES}
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        UserError: it is no TOML file.
-    """
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"--plan {path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"--plan {path}: not a TOML file: {error}") from error
 
 
 def _style(path: Path, pattern: str, value: Any) -> Style:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddp_lab.analysis.comparison.fairness import FIELDS
 from ddp_lab.families import FAMILIES, Family, report_root_of
-from ddp_lab.runtime.cli import OneLineParser, unknown_name
+from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
 from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
@@ -72,19 +72,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", metavar="RUN", help="the later of two runs (default: the latest but --baseline)")
     parser.add_argument(
         "--fail-above",
-        type=percentage,
+        type=at_least(0, float),
         metavar="PERCENT",
         help="exit with code 3 if a figure got worse by more than this, and by more than chance explains",
     )
     add_limit(parser)
     return parser
-
-
-def percentage(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of percent, 0 or more")
-    return value
 
 
 def of_family(options: argparse.Namespace) -> int:

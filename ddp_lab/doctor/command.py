@@ -28,7 +28,7 @@ from ddp_lab.doctor.reading.topology import find_topologies
 from ddp_lab.doctor.report import Report, to_json
 from ddp_lab.doctor.rulebook import rules_as_markdown
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.runtime.cli import OneLineParser, at_least
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import add_limit
 
@@ -72,20 +72,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of --live (default: auto)")
     parser.add_argument(
-        "--timeout", type=positive, default=30.0, metavar="SECONDS", help="of --live: for one pair (default: 30)"
+        "--timeout",
+        type=at_least(0.001, float),
+        default=30.0,
+        metavar="SECONDS",
+        help="of --live: for one pair (default: 30)",
     )
     parser.add_argument("--all", action="store_true", help="print everything: why, all evidence, sources, tables")
     parser.add_argument("--rules", action="store_true", help="print every rule in full as Markdown, and stop")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_limit(parser)
     return parser
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
-    return value
 
 
 def look_live(options: argparse.Namespace, inputs: Inputs) -> Live:

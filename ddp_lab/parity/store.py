@@ -12,6 +12,7 @@ import pandas as pd
 
 from ddp_lab.parity.sketch import MOMENTS, SIZE
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.untrusted import json_bytes
 
 WHOLE = 0
 """Key of what is no sample's: a parameter, or an output that is the same for all."""
@@ -145,10 +146,10 @@ def read(folder: Path) -> Recorded:
     facts: dict[int, list[dict[str, Any]]] = {}
     for path in found:
         try:
-            known = json.loads(path.read_text())
-        except ValueError:
+            known = json.loads(json_bytes(path))
+        except (ValueError, RecursionError):
             raise UserError(f"{path}: is damaged; record the run again") from None
-        if known.get("format") != FORMAT:
+        if not isinstance(known, dict) or known.get("format") != FORMAT:
             raise UserError(f"{path}: of another version of ddp-lab; record the run again")
         facts.setdefault(int(path.name[5:10]), []).append(known)
     wanted = facts[min(facts)][0]["ranks"]

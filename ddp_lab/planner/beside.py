@@ -82,7 +82,7 @@ def faster(case: Case, choice: str, recorded: bool) -> Iterator[Variant]:
     """What may take less time at the price of memory or of digits. A record has the times of one precision."""
     config, rates = case.config, case.cluster.device.flops_per_s
     is_fp32 = config.strategy.precision == "fp32" and not config.strategy.param_dtype
-    if is_fp32 and not recorded and rates.get("bfloat16", 0.0) > rates["float32"]:
+    if is_fp32 and not recorded and rates.get("bfloat16", 0.0) > rates.get("float32", 0.0):
         costs = costs_of(case.cluster, "bf16", contention=case.costs.contention)
         yield "--precision bf16", (replace(case, config=config.but(precision="bf16"), costs=costs), choice)
     for blocks in (SELECTIVE, NONE):

@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from ddp_lab.planner.plan_command import case_of
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.untrusted import fitted, settings_in
 
 PUBLISHED = "published"
 TABLE = Path(__file__).with_name("published.toml")
@@ -107,10 +107,10 @@ def read(path: Path) -> Mapping[str, Measured]:
     Raises:
         UserError: it cannot be read, or lacks something.
     """
-    try:
-        return msgspec.convert(tomllib.loads(path.read_text()), dict[str, Measured])
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise UserError(f"--check {path}: not a table of measured steps: {error}") from None
+    rows: Mapping[str, Measured] = fitted(
+        settings_in(path, "--check"), dict[str, Measured], path, "table of measured steps"
+    )
+    return rows
 
 
 def task_of(name: str, row: Measured) -> tuple[Case, str]:

@@ -25,6 +25,7 @@ from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION
 from ddp_lab.strategy.batches import MicroBatch
+from ddp_lab.untrusted import settings_in
 
 TABLE = Path(__file__).with_name("models.toml")
 TOKENS = "tokens"
@@ -202,13 +203,9 @@ def from_file(path: Path) -> Model:
         UserError: it cannot be read, or its type is not one of transformers' own.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
-        what = "config.json in this folder" if path.is_dir() else "such file"
-        raise UserError(f"--model {path}: no {what}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {file}: cannot be read: {first_line(error)}") from error
+    if path.is_dir() and not file.exists():
+        raise UserError(f"--model {path}: no config.json in this folder")
+    content = settings_in(file, "--model", json.loads)
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise UserError(f"--model {file}: has no model_type; give a config.json that save_pretrained has written")
     if "auto_map" in content:

@@ -83,7 +83,7 @@ def cases_to_search(options: argparse.Namespace) -> tuple[list[Case], list[str]]
         options.global_batch_size = near(samples / cluster.world_size) * cluster.world_size
     if options.precision is None:
         rates = cluster.device.flops_per_s
-        is_faster = not options.param_dtype and rates.get("bfloat16", 0.0) > rates["float32"]
+        is_faster = not options.param_dtype and rates.get("bfloat16", 0.0) > rates.get("float32", 0.0)
         options.precision = "bf16" if is_faster else "fp32"
     options.activation_checkpointing = options.activation_checkpointing or NONE
     cases, left_out = cases_of(options)

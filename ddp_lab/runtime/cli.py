@@ -7,10 +7,11 @@ import unicodedata
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ddp_lab.runtime.errors import leave_as_one, speaks_for_node
 
+Number = TypeVar("Number", int, float)
 TEXTS = ("prompt",)
 """Arguments that are no names of anything, so that they may have several lines."""
 UNFIT = ("Cc", "Zl", "Zp", "Cs")
@@ -19,7 +20,12 @@ UNFIT = ("Cc", "Zl", "Zp", "Cs")
 
 class OneLineParser(argparse.ArgumentParser):
     """Reports a mistake in one line, once per node under `torchrun`, and exits with code 2. A name or path that would
-    break a line of a message or a record is one."""
+    break a line of a message or a record is one, and so is a number that is not of ASCII digits."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for kind in (int, float):
+            self.register("type", kind, ascii_number(kind))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
@@ -58,12 +64,23 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {what} '{name}'; {hint}"
 
 
+def ascii_number(kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    """`kind`, but for texts with digits of other scripts, which Python takes for the same numbers."""
+
+    def parse_number(text: str) -> Number:
+        if not text.isascii():
+            raise ValueError(text)
+        return kind(text)
+
+    return parse_number
+
+
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
     """A type of a flag: a finite number of this kind."""
 
     def parse_number(text: str) -> float:
         try:
-            number = kind(text)
+            number = ascii_number(kind)(text)
         except ValueError:
             number = float("nan")
         if not least <= number < float("inf"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ddp_lab.runtime.cli import ascii_number
 from ddp_lab.runtime.settings.field import Rules, check, flag, one_of
 from ddp_lab.strategy.recompute import setting as recomputation
 
@@ -29,7 +30,7 @@ def bucket_cap(text: str) -> float | str:
         argparse.ArgumentTypeError: it is neither.
     """
     try:
-        return text if text == AUTO else float(text)
+        return text if text == AUTO else ascii_number(float)(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is neither a size in MiB nor {AUTO}") from None
 

@@ -80,7 +80,7 @@ def _port() -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun has one already"
     given = os.environ.get("MASTER_PORT", "") or "29500"
-    if not given.isdecimal() or not 0 < int(given) < 65536:
+    if not (given.isascii() and given.isdecimal()) or not 0 < int(given) < 65536:
         return f"MASTER_PORT={given} is not a port; unset it, or give a number from 1024 to 65535"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ddp_lab.planner.costs.access import KINDS
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.untrusted import fitted
+from ddp_lab.untrusted import fitted, settings_in
 
 TABLE = Path(__file__).parent.parent / "hardware.toml"
 OWN = ".toml"
@@ -20,41 +21,45 @@ ADD = (
     "Or measure it where it is (ddp-lab plan record --output card.toml) or write its file: [devices.NAME] with "
     'like = "H100" and what differs (memory_mib, flops, bytes_per_s, efficiency, source); plan with --gpus 2xcard.toml'
 )
+Dtype = Literal["float32", "tfloat32", "bfloat16", "float16", "float64"]
 Amount = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
-class Parts(msgspec.Struct):
-    compute: Amount | dict[str, Amount]
+class Parts(msgspec.Struct, forbid_unknown_fields=True):
+    compute: Amount | dict[Dtype, Amount]
     launch_us: Amount
 
 
-class Form(msgspec.Struct):
+class Form(msgspec.Struct, forbid_unknown_fields=True):
     forward: Amount
     backward: Amount
     half: Annotated[float, msgspec.Meta(ge=0)]
     narrower: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
-class OfLink(msgspec.Struct):
+class OfLink(msgspec.Struct, forbid_unknown_fields=True):
     bytes_per_s: Amount
     latency_us: Amount
     efficiency: Amount
     source: str
 
 
-class Entry(msgspec.Struct):
+class Entry(msgspec.Struct, forbid_unknown_fields=True):
     """A device in a file of its own, with what it is `like` filled in."""
 
     kind: Literal["cuda", "cpu"]
     memory_mib: Amount
-    flops: Annotated[dict[str, Amount], msgspec.Meta(min_length=1)]
+    flops: Annotated[dict[Dtype, Amount], msgspec.Meta(min_length=1)]
     bytes_per_s: Amount
     efficiency: Parts
     source: str
     elements_per_s: Amount = float("inf")
     attention: Form | None = None
-    operators: dict[str, Amount | str] = {}
+    operators: dict[Literal[*KINDS, "host_us", "source"], Amount | str] = {}  # type: ignore[valid-type]
     link: str | OfLink | None = None
+    title: str = ""
+    aliases: list[str] = []
+    like: str = ""
 
 
 def found(name: str) -> tuple[str, dict[str, Any]]:
@@ -69,14 +74,10 @@ def found(name: str) -> tuple[str, dict[str, Any]]:
         except UserError as error:
             raise UserError(f"{error} {ADD}") from None
         return key, filled(table()["devices"][key])
-    try:
-        devices = tomllib.loads(Path(name).read_text()).get("devices", {})
-    except OSError as error:
-        raise UserError(f"--gpus: {name}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--gpus: {name}: not TOML: {error}") from None
-    if not isinstance(devices, dict) or len(devices) != 1:
-        raise UserError(f"--gpus: {name}: must have one table [devices.NAME], as in ddp_lab/planner/hardware.toml")
+    content = settings_in(Path(name), "--gpus")
+    devices = content.get("devices")
+    if len(content) != 1 or not isinstance(devices, dict) or len(devices) != 1:
+        raise UserError(f"--gpus {name}: must have one table [devices.NAME] alone, as in ddp_lab/planner/hardware.toml")
     ((key, own),) = devices.items()
     entry = filled(fitted(own, dict[str, Any], name, "entry of a device"))
     fitted(entry, Entry, name, "entry of a device")

@@ -69,10 +69,10 @@ def link(name: str) -> Link:
     Raises:
         UserError: there is none; names similar ones.
     """
-    count, _, single = name.partition("x") if re.match(r"\d+x", name) else ("1", "", name)
+    count, _, single = name.partition("x") if re.match(r"[0-9]{1,9}x", name) else ("1", "", name)
     if int(count) < 1:
         raise UserError(f"link '{name}': the number of links must be at least 1")
-    if re.match(r"[\d.]+\s*[kmgt]?bit", single, re.IGNORECASE):
+    if re.match(r"[0-9.]+\s*[kmgt]?bit", single, re.IGNORECASE):
         entry = table()["ethernet"]
         bits = rate_of(single.lower())
         key, bytes_per_s = str(Speed(bits)), bits / 8
@@ -111,7 +111,7 @@ def cluster(
     Raises:
         UserError: a name or number that makes no sense.
     """
-    parts = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", gpus.strip())
+    parts = re.fullmatch(r"(?:([0-9]{1,9})x)?(?:([0-9]{1,9})x)?(.+)", gpus.strip())
     numbers = [int(part) for part in parts.groups()[:2] if part] if parts else []
     if parts is None or 0 in numbers:
         raise UserError(f"devices '{gpus}': give how many and which, such as 2xL4, or 4x8xH100 for 4 nodes of 8")

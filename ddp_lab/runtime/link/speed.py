@@ -36,7 +36,7 @@ class Link:
             return None
         rate, comma, latency = text.lower().partition(",")
         bits_per_s = rate_of(rate)
-        parts = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency if comma else "0s")
+        parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", latency if comma else "0s")
         if parts is None:
             raise UserError(
                 f"link '{text}': give a rate, and after a comma a latency if it has one, such as 1gbit or "
@@ -90,7 +90,7 @@ def rate_of(text: str) -> int:
     Raises:
         UserError: the text is no rate.
     """
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", text)
+    parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgt]?bit)", text)
     bits = int(Decimal(parts[1]) * UNITS[parts[2]]) if parts else 0
     if not bits:
         raise UserError(f"rate '{text}': give a number above 0 with its unit, e.g. 250mbit or 1gbit, or {NONE}")

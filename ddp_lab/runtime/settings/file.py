@@ -1,7 +1,6 @@
 """A TOML file of flags. A key is the name of a flag without its leading dashes: `ddp-choice = "zero3"`,
 `max-steps = 40`, `no-profile = true`."""
 
-import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -29,12 +28,9 @@ def with_config_file(arguments: Sequence[str], ignored: Collection[str] = ()) ->
 def _flags_in(path: Path, ignored: Collection[str]) -> list[str]:
     import msgspec
 
-    try:
-        content = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, or not even text
-        raise UserError(f"--config {path}: not a TOML file: {error}") from error
+    from ddp_lab.untrusted import settings_in
+
+    content = settings_in(path, "--config")
     kinds = {_key(field.name): field.type for field in FLAGS}
     flags = []
     for key, value in content.items():

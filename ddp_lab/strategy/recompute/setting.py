@@ -36,7 +36,7 @@ class Recomputation:
             return None
         if text in BY_POLICY:
             return cls(policy=text, by_torch=True)
-        parts = re.fullmatch(r"(torch:)?(?:block|every:([1-9]\d*))", text)
+        parts = re.fullmatch(r"(torch:)?(?:block|every:([1-9][0-9]*))", text)
         if parts is None:
             raise UserError(f"--activation-checkpointing {text}: must be one of {FORMS}")
         return cls(every=int(parts[2] or 1), by_torch=parts[1] is not None)
