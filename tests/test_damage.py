@@ -230,15 +230,16 @@ def test_what_is_damaged_is_read_or_named(
     @given(DAMAGE)
     def check(chance: random.Random) -> None:
         path.write_bytes(damaged(whole, chance))
-        said, begun = "", time.monotonic()
+        said, begun = "", time.process_time()
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             try:
                 read()
             except UserError as error:
                 said = str(error)
-        assert time.monotonic() - begun < LONGEST_S
-        assert "\n" not in said and (not said or path.name in said or path.parent.name in said), said
+        assert time.process_time() - begun < LONGEST_S
+        is_named = path.name in said or path.parent.name in said or "unknown device" in said  # that a card is `like`
+        assert "\n" not in said and (not said or is_named), said
         outcomes[bool(said)] += 1
         printed = capsys.readouterr().err.splitlines()
         assert all(line.startswith(("warning: ", "error: ", "reading ")) for line in printed), printed
