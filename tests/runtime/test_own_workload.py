@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -97,74 +98,17 @@ def test_samples_are_cut_and_labels_are_counted(ranks: RankPool, tmp_path: Path)
     assert record["train_samples"] == 9 and record["eval"]["samples"] == 3 and 0 <= record["eval"]["accuracy"] <= 1
 
 
-def building(old: str = "", new: str = "", before: str = "") -> str:
-    return f"{before}\ndef build():\n    return {GOOD.replace(old, new)}"
-
-
-MISTAKES = {
-    "no such file": ("", "nowhere.py:build", "no file"),
-    "no such function": ("", "mine.py:bild", "no function bild in it; it has samples, mean"),
-    "not Python": ("def build(:", "", "SyntaxError: invalid syntax (line 21 of mine.py)"),
-    "it raises": ("def build():\n    return [][1]", "", "IndexError: list index out of range (line 22 of mine.py)"),
-    "it returns something else": (
-        building(GOOD, "3"),
-        "",
-        "returns an int; it must return a ddp_lab.runtime.data.workload.",
-    ),
-    "no module": (building("Model()", "3"), "", "model is an int, not a torch.nn.Module"),
-    "no samples": (building("samples(5)", "[]"), "", "evaluation is empty"),
-    "tuples": (building("samples(12)", "[(1, 2)]"), "", "collate makes a list; it must make a dict of tensors, by the"),
-    "no loss": (building("loss=mean, ", ""), "", "a batch of x, labels: TypeError: Model.forward() got an unexpected"),
-    "samples of several lengths": (
-        building("samples(5)", "[{'x': torch.ones(3 + i)} for i in range(2)]"),
-        "",
-        "at entry 1; give Workload a collate of your own",
-    ),
-    "a learning rate that is a word": (
-        building("loss", "learning_rate='fast', loss"),
-        "",
-        "learning_rate is 'fast'; it must be a number above 0",
-    ),
-    "an answer without loss": (
-        building(GOOD, "Workload(nn.Identity(), [{'input': torch.ones(2)}] * 2, [{'input': torch.ones(2)}])"),
-        "",
-        "the model answers with a tensor of shape (1, 2) without .loss; give Workload a loss",
-    ),
-    "a loss for each sample": (
-        building("mean", "lambda output, batch: output.mean(-1)"),
-        "",
-        "its loss is a tensor of shape (1,); it must be a scalar tensor, the mean over the batch",
-    ),
-    "a loss that is cut off": (
-        building("mean", "lambda output, batch: mean(output, batch).detach()"),
-        "",
-        "does not depend on a trainable parameter, or is detached",
-    ),
-    "a loss that is a sum": (
-        building("mean", "lambda output, batch: mean(output, batch) * len(output)"),
-        "",
-        "its loss is a sum over samples: ",
-    ),
-    "a loss that raises": (
-        building("mean", "wrong", before="def wrong(output, batch):\n    return batch['label']"),
-        "",
-        "model, on a batch of x, labels: KeyError: 'label' (line 22 of mine.py)",
-    ),
-    "other data on a rank": (
-        building("samples(12)", "samples(12 - int(os.environ['RANK']))", before="import os"),
-        "",
-        "rank 0 has 12 training and 5 held-out samples, rank 1 has 11 and 5; give every rank all of them",
-    ),
-}
+MISTAKES = tomllib.loads(Path(__file__).with_name("own_mistakes.toml").read_text())
 
 
 @each_row("mistake", MISTAKES)
 def test_a_mistake_is_one_line_on_every_rank(ranks: RankPool, tmp_path: Path, mistake: str) -> None:
-    code, file, expected = MISTAKES[mistake]
-    written(tmp_path, code)
-    name = str(tmp_path / (file or "mine.py:build"))
+    row = MISTAKES[mistake]
+    built = f"{row.get('before', '')}\ndef build():\n    return {GOOD.replace(*row['put'])}" if "put" in row else ""
+    written(tmp_path, row.get("code", built))
+    name = str(tmp_path / row.get("name", "mine.py:build"))
     for message in ranks.run(2, message_here, name):
-        assert message and "\n" not in message and message.startswith(f"--workload {name}: ") and expected in message
+        assert message and "\n" not in message and message.startswith(f"--workload {name}: ") and row["says"] in message
 
 
 def test_losses_that_are_means_pass(ranks: RankPool, tmp_path: Path) -> None:
