@@ -1,8 +1,8 @@
 """Compare finished runs: all choices of an entrypoint (ddp-lab compare sharding), or two runs of one
 choice (ddp-lab compare profile/zero3: the latest two; or those of --baseline and --run).
 
-Exit code 0: compared. 1: not comparable; one line on standard error says why. 2: the command line makes no sense.
-3: --fail-above was exceeded.
+Exit code 0: compared. 1: not comparable, or the traces of a choice cannot be read; standard error says why.
+2: the command line makes no sense. 3: --fail-above was exceeded.
 """
 
 import argparse
@@ -93,9 +93,10 @@ def of_family(options: argparse.Namespace) -> int:
     ]
     if left_out := [label for label in others if label not in trained]:
         print(f"left out, since they are of other families than {options.what}: {', '.join(left_out)}", flush=True)
-    page = report_on_choices(root, family.report_root, trained, [], options.allow_different, sweep.runs, unfinished)
+    failed: list[str] = []
+    page = report_on_choices(root, family.report_root, trained, failed, options.allow_different, sweep.runs, unfinished)
     print(f"\nreport: {page}")
-    return 0
+    return int(bool(failed))
 
 
 def trained_labels(profile: Path, family: Family) -> list[str]:

@@ -5,7 +5,6 @@ import argparse
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,7 +110,7 @@ def train_and_compare(options: argparse.Namespace, flags: Sequence[str]) -> int:
             folder = (root / name).absolute()
             shutil.rmtree(folder, ignore_errors=True)
             with asking(Asked(str(folder), options.steps, name == "yardstick", degrees if name == "b" else {})):
-                train(of_run, size)
+                train(of_run, size, root / "run")
             tell(f"{of_run.label} on {size} {'rank' if size == 1 else 'ranks'} is recorded")
     named = f"{options.against} on {ranks} ranks" if options.against else "one process"
     notes = [f"{config.label} on {ranks} ranks against {named}, {options.steps} steps, dropout 0"]
@@ -143,23 +142,27 @@ def oracle(config: RunConfig) -> RunConfig:
     )
 
 
-def train(config: RunConfig, ranks: int) -> None:
-    """Raises:
-    UserError: the run failed; says with which line.
+def train(config: RunConfig, ranks: int, folder: Path) -> None:
+    """Train in `folder`, which stays if the run fails.
+
+    Raises:
+        UserError: the run failed; says with which line.
     """
     plain, flags = RunConfig().as_dict(), list[str]()
-    with tempfile.TemporaryDirectory(prefix="ddp-lab-parity-") as folder:
-        values = config.as_dict() | {"output_dir": folder}
-        for name, value in values.items():
-            if value != plain[name] or name in ("choice", "global_batch_size"):
-                flags += [flag_name(name), *[str(value)] * (value is not True)]
-        log = Path(folder) / "log"
-        with output_into(log):
-            is_done = start_ranks(config.label, ranks, flags)
-        if not is_done:
-            lines = log.read_text().splitlines()
-            why = next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "no output")
-            raise UserError(f"the run of {config.label} failed: {why.removeprefix('error: ')}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    values = config.as_dict() | {"output_dir": str(folder)}
+    for name, value in values.items():
+        if value != plain[name] or name in ("choice", "global_batch_size"):
+            flags += [flag_name(name), *[str(value)] * (value is not True)]
+    log = folder / "log"
+    with output_into(log):
+        is_done = start_ranks(config.label, ranks, flags)
+    if not is_done:
+        lines = log.read_text().splitlines()
+        why = next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "no output")
+        raise UserError(f"the run of {config.label} failed: {why.removeprefix('error: ')}; all that it said: {log}")
+    shutil.rmtree(folder)
 
 
 @contextmanager

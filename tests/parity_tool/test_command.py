@@ -1,6 +1,8 @@
 """`ddp-lab parity` as a user starts it."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,33 @@ def test_recorded_runs(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main([*runs[:2], "--output-dir", str(tmp_path)])
     assert "step_00001.rank_00001.parquet: is damaged; record the run again" in capsys.readouterr().err
+
+
+CRASHES = """
+import torch, ddp_lab
+
+class Model(torch.nn.Linear):
+    def forward(self, inputs):
+        self.calls = getattr(self, "calls", 0) + torch.is_grad_enabled()
+        if self.calls == 2:
+            raise RuntimeError("crashes")
+        return super().forward(inputs)
+
+def build():
+    data = [{"inputs": torch.zeros(4)}] * 8
+    return ddp_lab.Workload(model=Model(4, 4), train=data, evaluation=data, loss=lambda output, batch: output.mean())
+"""
+
+
+@pytest.mark.slow  # 12 s; the ranks' output is read from a process of their own
+def test_what_a_failed_run_names_is_there(tmp_path: Path) -> None:
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    flags = ["--workload", f"{tmp_path}/crashes.py:build", "--device", "cpu", "--output-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "ddp_lab", "parity", "--choice", "zero1", "--ranks", "1", *flags]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    named = re.findall(rf"{tmp_path}/\S+(?:json|log)", answer.stderr)
+    assert answer.returncode == 2, answer.stderr
+    assert len(named) == 2 and all(Path(each).is_file() for each in named)
 
 
 def test_tensors_of_a_module_are_kept_whole(tmp_path: Path) -> None:

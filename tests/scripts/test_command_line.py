@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,7 +116,10 @@ def test_passes_of_a_sweep_count_together_until_a_choice_runs_again(tmp_path: Pa
     table = pd.read_csv(tmp_path / "reports" / "compare.csv")
     assert table.run_id.unique().tolist() == ["20261121-093001-0"] and table.verdict[0] == "withheld"
     trained(tmp_path, {"pytorch_ddp": {}}, "20261121-093003-0")
-    assert compare_runs("ddp", "--output-dir", str(tmp_path)).returncode == 0
+    for folder in (tmp_path / "profile" / "pytorch_ddp").glob("rank_*"):
+        shutil.rmtree(folder)
+    answer = compare_runs("ddp", "--output-dir", str(tmp_path))
+    assert answer.returncode == 1 and answer.stderr.count("error: pytorch_ddp: ") == 1, "of the others there is a page"
     table = pd.read_csv(tmp_path / "reports" / "compare.csv")
     assert table.verdict[0] == "unknown" and table.run_id.tolist() == ["20261121-093001-0", "20261121-093003-0"]
 
