@@ -1,23 +1,18 @@
 """Runs in fp16: what is recorded of the loss scale, that checkpoints keep it, and that the host reads it late."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ddp_lab
-from ddp_lab.runtime.loop import Unwatched, train
-from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
 from tests.models import build, make_batch
-from tests.parity import in_own_loops, load, one_step, options_of
+from tests.parity import one_step
 from tests.ranks import RankPool
 from tests.runtime.checkpoint.test_runs import records
 from tests.runtime.records.test_metrics import lines_of
 from tests.runtime.test_run import run_here
-from tests.strategies.test_late_reads import reads_late
 from tests.tables import each_row
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 48, "eval_samples": 4, "no_profile": True}
@@ -82,31 +77,3 @@ def test_scale_and_growth_tracker_are_saved(ranks: RankPool, tmp_path: Path, sav
     scale, tracker = ranks.run(2, saved_by, saves, tmp_path / "saved")[0]
     assert 4 < scale < TOO_LARGE and tracker > 0
     assert ranks.run(3, loaded_by, loads, tmp_path / "saved") == [[scale, tracker]] * 3
-
-
-def train_late_and_in_time(choice: str) -> None:
-    """The same scales, skipped steps and parameters; the host reads nothing of the step in which it is."""
-    ends: list[Any] = []
-    for is_late in (True, False):
-        options = options_of(choice, precision="fp16", loss_scale=2.0**10, growth_interval=2)
-        strategy = load(choice)(build("plain"), lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), options)
-        batches = [make_batch("plain", 2, 10 * step + dist.get_rank()) for step in range(6)]
-        if dist.get_rank() == 1:
-            batches[2]["y"][0] = 1e6
-        steps = [StepData(4, [batch]) for batch in batches]
-        if is_late:
-            with reads_late(strategy) as ages:
-                result = train(strategy, steps, Unwatched(), 1.0, lambda result: None)
-            assert ages.count(0) <= 6, "only of the last step, when training ends"
-        else:
-            result = train(strategy, steps, Unwatched(), 1.0, lambda result: None)
-        ends.append((result.loss, result.loss_scale, result.skipped, strategy.full_state_dict()))
-    (*late, state), (*in_time, usual_state) = ends
-    assert late == in_time
-    assert late[1:] == [[2.0**n for n in (10, 10, 11, 10, 10, 11)], [step == 2 for step in range(6)]]
-    assert all(torch.equal(state[name], tensor) for name, tensor in usual_state.items())
-
-
-@in_own_loops
-def test_the_scale_is_read_late(ranks: RankPool, choice: str) -> None:
-    ranks.run(2, train_late_and_in_time, choice)

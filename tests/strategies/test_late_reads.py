@@ -14,7 +14,7 @@ from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.communication.verdict import ReadLater
 from ddp_lab.strategy.interface import Strategy
 from tests.models import make_batch
-from tests.parity import built, for_each_choice, message_of
+from tests.parity import HUGE, built, for_each_choice, message_of
 from tests.ranks import RankPool
 from tests.strategies.test_traps import poison
 from tests.tables import each_row
@@ -52,40 +52,47 @@ def reads_late(strategy: Strategy) -> Iterator[list[int]]:
         yield NotHereYet.ages
 
 
-def step_of(index: int) -> StepData:
-    return StepData(4, [make_batch("plain", 2, 10 * index + dist.get_rank())])
+def step_of(index: int, overflows: bool = False) -> StepData:
+    batch = make_batch("plain", 2, 10 * index + dist.get_rank())
+    if overflows and dist.get_rank() == 1:
+        batch["y"][0] = HUGE
+    return StepData(4, [batch])
 
 
-def train_late_and_in_time(choice: str) -> None:
-    """The same losses and parameters; the host reads nothing of the step in which it is."""
+def train_late_and_in_time(choice: str, options: dict[str, Any]) -> None:
+    """The same losses, scales and parameters; the host reads nothing of the step in which it is."""
     ends = []
     for is_late in (True, False):
-        strategy = built(choice, "plain", "fused")
+        strategy = built(choice, "plain", "fused", **options)
         strategy.module.train()
         seen: list[tuple[int, int]] = []
 
         def on_step(result: Any, strategy: Strategy = strategy, seen: list[tuple[int, int]] = seen) -> None:
             seen.append((len(result.loss), strategy.optimizer_steps))
 
-        steps = map(step_of, range(STEPS))
+        steps = [step_of(index, bool(options) and index == 2) for index in range(STEPS)]
         if is_late:
             with reads_late(strategy) as ages:
                 result = train(strategy, steps, Unwatched(), 1.0, on_step, Plan(is_due=lambda step: step == 3))
             in_time = {(3, 3), (STEPS, STEPS)}
             assert set(seen) == {(1, 2), (2, 3), (4, 5)} | in_time
-            assert ages.count(0) <= 4 * len(in_time), "only what a checkpoint or the end of training must know at once"
+            assert ages.count(0) <= (6 if options else 4) * len(in_time), (
+                "only what a checkpoint or the end of training must know at once"
+            )
         else:
             result = train(strategy, steps, Unwatched(), 1.0, on_step)
             assert seen == [(step, step) for step in range(1, STEPS + 1)]
-        ends.append((result.loss, strategy.full_state_dict()))
-    (losses, state), (usual_losses, usual_state) = ends
-    assert losses == usual_losses
+        ends.append(((result.loss, result.loss_scale, result.skipped), strategy.full_state_dict()))
+    (numbers, state), (usual_numbers, usual_state) = ends
+    assert numbers == usual_numbers and (not options or numbers[2][2])
     assert all(torch.equal(state[name], tensor) for name, tensor in usual_state.items())
 
 
 @for_each_choice
 def test_reading_late_changes_nothing(ranks: RankPool, choice: str) -> None:
-    ranks.run(2, train_late_and_in_time, choice)
+    for options in ({}, {"precision": "fp16", "loss_scale": 2.0**10, "growth_interval": 2}):
+        if not (options and choice.startswith("deepspeed")):
+            ranks.run(2, train_late_and_in_time, choice, options)
 
 
 def diverge_late(choice: str, what: str, optimizer: str) -> tuple[str, bool]:
