@@ -485,6 +485,8 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "lm, even, tied": partial(llama_lm, 2, True, 32),
         "lm, gpt2, dropout": partial(gpt2_lm, 0.3),
         "lm, gpt2, padded": gpt2_lm,
+        "lm, gpt2, masked": gpt2_lm,
+        "lm, long, masked": partial(llama_lm, 12, layers=8),
         "lm, qwen2": qwen2_lm,
         "lm, qwen2, window": partial(qwen2_lm, 4),
         "lm, gqa, documents": partial(llama_lm, 2, tied=True),
@@ -506,7 +508,18 @@ def build(name: str, seed: int = 0) -> nn.Module:
     }[name]()  # type: ignore[operator]
 
 
+def masked_batch(samples: int, seed: int) -> dict[str, Tensor]:
+    """Sequences of 7 tokens, some of which begin with padding; all have as many targets, from one to five, by seed."""
+    batch = language_batch(samples, seed)
+    mask = torch.ones_like(batch["labels"])
+    mask[::2, :2] = 0
+    labels = batch["labels"].masked_fill(torch.arange(7) < 6 - seed % 5, -100)
+    return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
+
+
 def make_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:
+    if model.endswith("masked"):
+        return masked_batch(samples, seed)
     if model.endswith("documents"):
         return packed_batch(samples, seed)
     if model.endswith("padded"):

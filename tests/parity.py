@@ -145,8 +145,10 @@ class Case:
 
     def __repr__(self) -> str:
         plain = Case("")
-        changed = {n: v for n, v in vars(self).items() if v != getattr(plain, n) and n not in ("choice", "state")}
-        return " ".join([self.choice, *(f"{name}={value}" for name, value in changed.items())])
+        changed = {
+            n: v for n, v in vars(self).items() if v != getattr(plain, n) and n not in ("choice", "mesh", "state")
+        }
+        return " ".join([f"{self.choice}@{self.of.label}", *(f"{name}={value}" for name, value in changed.items())])
 
     @property
     def of(self) -> Mesh:
@@ -243,6 +245,12 @@ def batches_of(case: Case, index: int) -> list[list[dict[str, Tensor]]]:
         if step == index:
             batches[rank][-1]["y"][0] = HUGE
     return batches
+
+
+def weights_of(case: Case, batches: list[dict[str, Tensor]]) -> list[float] | None:
+    """Targets of each micro-batch, where they do not have as many for each sample."""
+    is_masked = case.model.endswith("masked")
+    return [float((one["labels"][:, 1:] != -100).sum()) for one in batches] if is_masked else None
 
 
 def joined(batches: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
@@ -382,23 +390,24 @@ def trained(case: Case) -> dict[str, Any]:
     """What `oracle` says, of a rank: gradients and state on rank 0; and what this rank holds."""
     with strategy_of(case) as strategy:
         result, rank = records(), strategy.data_parallel_rank
-        if case.state or set(case.of.degrees) != {"dp"}:
+        if case.state or strategy.model_parallel:
             state = case.state or build(case.model).state_dict()
             strategy.load_full_state_dict(state if dist.get_rank() == 0 else {})
         for index, split in enumerate(case.steps):
             batches = batches_of(case, index)[rank]
-            is_last = index == len(case.steps) - 1
+            is_last, weights = index == len(case.steps) - 1, weights_of(case, batches)
             if is_last:
                 strategy.finish_parameter_synchronization()
             with counted() if case.counted and not case.own_loop and is_last and index else nullcontext({}) as issued:
                 strategy.zero_grad(set_to_none=not case.fills)
-                loss = own_step(strategy, batches) if case.own_loop else strategy.forward_backward(batches)
+                loss = own_step(strategy, batches) if case.own_loop else strategy.forward_backward(batches, weights)
                 if index == 0:
                     result["gradients"] = strategy.full_gradients()
                 if case.clip is not None:
                     result["norm"].append(strategy.clip_grad_norm_(case.clip).item())
                 if index + 2 < len(case.steps) and not case.own_loop:  # the last one is counted, and not announced
-                    strategy.announce(batches_of(case, index + 1)[rank])
+                    later = batches_of(case, index + 1)[rank]
+                    strategy.announce(later, weights_of(case, later))
                 strategy.step(wait=case.own_loop)
                 if is_last:
                     strategy.finish_parameter_synchronization()

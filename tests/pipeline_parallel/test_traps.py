@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.distributed import Ranks
-from tests.models import build, make_batch
+from tests.models import make_batch
 from tests.parity import CPU, Case, assert_close, in_stages, one_step, strategy_of, trained
 from tests.ranks import RankPool
 from tests.tables import by_default, each_row
@@ -43,45 +43,6 @@ def test_a_pipeline_is_one_process_to_the_last_bit(ranks: RankPool, case: Case) 
         assert found[0][what].keys() == wanted[what].keys()
         different = [name for name, tensor in wanted[what].items() if not torch.equal(tensor, found[0][what][name])]
         assert not different, f"{what}: {different}"
-
-
-# Targets that are masked ---------------------------------------------------------------------------------------------
-
-
-def masked_batch(samples: int, targets: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of 7 tokens that begin with padding. Only the last `targets` tokens of each have a loss."""
-    batch = make_batch("lm", samples, seed)
-    labels = batch["labels"].clone()
-    labels[:, : 7 - targets] = -100
-    mask = torch.ones_like(labels)
-    mask[::2, :2] = 0
-    return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
-
-
-TARGETS = [[(2, 1), (1, 5), (2, 0)], [(3, 2), (1, 6)]]
-"""Of each data-parallel rank, the samples of each micro-batch, and targets of each sample."""
-
-
-def train_on_masked(mesh: str, choice: str, schedule: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    with strategy_of(in_stages(choice, mesh, "lm, long", schedule)) as strategy:
-        given = TARGETS[strategy.data_parallel_rank]
-        batches = [masked_batch(*one, seed) for seed, one in enumerate(given, 10 * strategy.data_parallel_rank)]
-        loss = strategy.forward_backward(batches, [samples * targets for samples, targets in given]).item()
-        gradients = strategy.full_gradients()
-        strategy.step()
-        return loss, gradients, strategy.full_state_dict()
-
-
-@each_row("choice, schedule", [("tp", "1f1b"), ("zero3", "gpipe"), ("zero1", "zb-h1")])
-def test_the_loss_is_the_mean_over_all_targets(ranks: RankPool, choice: str, schedule: str) -> None:
-    """Of the global batch: micro-batches have unequal numbers of them, one has none."""
-    module = build("lm, long")
-    given = [masked_batch(*one, 10 * rank + n) for rank, of_rank in enumerate(TARGETS) for n, one in enumerate(of_rank)]
-    wanted = module(**{name: torch.cat([one[name] for one in given]) for name in given[0]}).loss
-    wanted.backward()
-    loss, gradients, _ = ranks.run(4, train_on_masked, "dp=2,pp=2", choice, schedule)[0]
-    assert loss == pytest.approx(wanted.item(), rel=1e-6)
-    assert_close(gradients, {name: p.grad for name, p in module.named_parameters()}, 1e-6, "gradient")
 
 
 # Random numbers ------------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 What is compared is the loss that the model itself answers with, a mean over samples or tokens, of which all ranks have
 as many. Dropout is off. BatchNorm (ResNet) takes its statistics of a rank's own samples; the one process sees the same
-micro-batches. The auxiliary loss of Mixtral's router is off: it is a product of means over the batch, which is not the
-mean over ranks of what each of them makes of its part.
+micro-batches.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,13 +40,6 @@ def text(batch: Samples) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=2, n_head=2, **SMALL, **dropout))
-
-
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -69,27 +61,6 @@ def resnet() -> nn.Module:
     return ResNetForImageClassification(ResNetConfig(num_labels=5, **sizes))
 
 
-def whisper() -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    halves = {
-        f"{half}_{what}": size
-        for half in ("encoder", "decoder")
-        for what, size in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))
-    }
-    lengths = {"num_mel_bins": 8, "max_source_positions": 6, "max_target_positions": 16, "d_model": 16}
-    config = WhisperConfig(decoder_start_token_id=1, **SMALL, **halves, **lengths)
-    return WhisperForConditionalGeneration(config)
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1, "head_dim": 8}
-    return MixtralForCausalLM(MixtralConfig(**SMALL, **sizes, **experts))
-
-
 def case_of(module: Callable[[], nn.Module], batch_of: Callable[[Samples], dict[str, Any]], **given: Any) -> Case:
     def loss(run: Run, batch: Samples) -> Tensor:
         return run(**batch_of(batch)).loss
@@ -97,20 +68,7 @@ def case_of(module: Callable[[], nn.Module], batch_of: Callable[[Samples], dict[
     return Case(lambda: module().train(), loss, **given)
 
 
-ARCHITECTURES = {
-    "GPT-2": case_of(gpt2, text),
-    "T5": case_of(t5, text),
-    "ViT": case_of(vit, images),
-    "ResNet": case_of(resnet, images),
-    "Whisper": case_of(
-        whisper,
-        lambda batch: {
-            "input_features": torch.randn(SAMPLES, 8, 12, generator=generator(batch)),
-            "labels": tokens(batch),
-        },
-    ),
-    "Mixtral": case_of(mixtral, text),
-}
+ARCHITECTURES = {"T5": case_of(t5, text), "ViT": case_of(vit, images), "ResNet": case_of(resnet, images)}
 
 
 def train(name: str, choice: str) -> Outcome | str:

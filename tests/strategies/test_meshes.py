@@ -100,6 +100,10 @@ STAGES = [
     ),  # no multiple of the ranks
     stages("zero3", "dp=2,pp=2", "lm, long, tied", "1f1b", "some have none"),
     stages("tp", "dp=2,pp=2", "lm, long", "gpipe", **AGAIN),
+    *(
+        stages(choice, "dp=2,pp=2", "lm, long, masked", schedule, "uneven")
+        for choice, schedule in (("tp", "1f1b"), ("zero3", "gpipe"), ("zero1", "zb-h1"))
+    ),
     stages("zero3", "dp=2,pp=2", "lm, long", "interleaved", **AGAIN),
     stages("zero1", "pp=2", "lm, long", "1f1b", activation_checkpointing="every:3"),
     stages("zero1", "pp=2", "lm, long, tied", "zb-h1", loss_chunks=2),

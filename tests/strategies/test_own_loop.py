@@ -51,48 +51,9 @@ def make_net() -> Net:
     return Net()
 
 
-def trained_by_two(choice: str) -> list[dict[str, Tensor]]:
-    """Two models against each other: the gradients of one run through the other."""
-    torch.manual_seed(5)
-    generator, judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES)), make_net()
-    makers: Any = lambda p: torch.optim.SGD(p, lr=0.05)  # noqa: E731
-    g, d = (load(choice)(module, makers, options_of(choice)) for module in (generator, judge))
-    for step in range(STEPS):
-        real, noise = gan_data(step, dist.get_rank())
-        with d.micro_batch():
-            fake = g(noise).detach()
-            (d(real, scale=0.5).first.square().mean() - d(fake, scale=0.5).first.mean()).backward()
-        d.step()
-        d.zero_grad()
-        with g.micro_batch():
-            d(g(noise), scale=0.5).first.mean().backward()
-        g.step()
-        g.zero_grad()
-        d.zero_grad()
-    return [g.full_state_dict(), d.full_state_dict()]
-
-
 def gan_data(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(3, FEATURES, generator=generator), torch.randn(3, 4, generator=generator)
-
-
-@over_own_loops
-def test_two_models_train_against_each_other(ranks: RankPool, choice: str) -> None:
-    torch.manual_seed(5)
-    g, d = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES)), make_net()
-    of_g, of_d = (torch.optim.SGD(module.parameters(), lr=0.05) for module in (g, d))
-    for step in range(STEPS):
-        real, noise = (torch.cat(parts) for parts in zip(*(gan_data(step, rank) for rank in range(2)), strict=True))
-        of_d.zero_grad()
-        (d(real, scale=0.5).first.square().mean() - d(g(noise).detach(), scale=0.5).first.mean()).backward()
-        of_d.step()
-        of_g.zero_grad()
-        d(g(noise), scale=0.5).first.mean().backward()
-        of_g.step()
-    for state, module in zip(ranks.run(2, trained_by_two, choice)[0], (g, d), strict=True):
-        for name, tensor in module.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def updates(choice: str) -> tuple[Tensor, Tensor]:

@@ -168,17 +168,21 @@ def test_fp16_skips_steps_as_grad_scaler(ranks: RankPool, choice: str) -> None:
 BF16, REDUCED = {"param_dtype": "bf16"}, {"param_dtype": "bf16", "reduce_dtype": "bf16"}
 AS_FSDP2 = {"optimizer": "adam", "same_as": {"choice": "pytorch_zero3"}}
 """With two ranks sums have one order. ZeRO-1 adds micro-batches up before it reduces, FSDP2 behind."""
+NUMBERED = list(enumerate(NAMES))
 IN_TURNS: list[Split] = [[[1, 1], [1]], [[1], [1]]] * 3
 ONE_EACH = {"bucket_cap_mb": 1e-6, "find_unused_parameters": True}
 ROWS = [
     *(Case(choice, "handed", split=ALONE, options={"bucket_cap_mb": 0.00001}) for choice in NAMES),
     *(
-        Case(
-            choice, "branching, in turns", options=ONE_EACH, split=[[[1, 1], [1]], [[1], [1]]] * 3, optimizer=optimizer
-        )
+        Case(choice, "branching, in turns", options=ONE_EACH, split=IN_TURNS, optimizer=optimizer)
         for choice in NAMES
         for optimizer in ("adam", "sgd")
         if choice not in ("pytorch_zero2", "pytorch_zero3")  # FSDP2 must run all units
+    ),
+    # The loss is a mean over all targets, of which some micro-batches have one, and others ten.
+    *(
+        Case(choice, "lm, gpt2, masked", split="uneven", options={"loss_chunks": 1 + 2 * (n % 2)})
+        for n, choice in NUMBERED
     ),
     *(Case("zero1", "llama", options=options, split=ALONE, **AS_FSDP2) for options in (BF16, REDUCED)),
     *(Case("zero2", "llama", options=options, **AS_FSDP2) for options in (BF16, REDUCED)),

@@ -12,7 +12,7 @@ from ddp_lab.runtime.schedule import learning_rates
 from ddp_lab.strategy.batches import StepData
 from tests.checkpoints import fingerprints, train_to
 from tests.models import build
-from tests.parity import OPTIMIZERS, assert_close, for_each_choice, global_batch, joined, load, options_of
+from tests.parity import FAMILIES, OPTIMIZERS, assert_close, global_batch, joined, load, options_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -45,7 +45,7 @@ def train_alone() -> tuple[dict[str, torch.Tensor], list[float]]:
     return module.state_dict(), seen
 
 
-@for_each_choice
+@each_row("choice", FAMILIES)
 def test_the_schedule_is_that_of_one_process(ranks: RankPool, choice: str) -> None:
     check_schedule(ranks, choice, {})
 

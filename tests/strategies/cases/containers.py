@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -107,16 +106,11 @@ def two_frames(run: Run, batch: Samples) -> Sequence[Tensor] | Tensor:
 
 
 CASES = {
-    "a tuple": Case(lambda: Answers(lambda p, h: (p, h)), both(lambda answer: answer)),
-    "a named tuple": Case(lambda: Answers(Pair), both(lambda answer: (answer.prediction, answer.hidden))),
     "a dict of dicts": Case(
         lambda: Answers(lambda p, h: {"a": {"p": p}, "h": [h]}), both(lambda answer: (answer["a"]["p"], answer["h"][0]))
     ),
     "a dataclass": Case(
         lambda: Answers(lambda p, h: Answer(p, {"h": h})), both(lambda answer: (answer.prediction, answer.rest["h"]))
-    ),
-    "a namespace": Case(
-        lambda: Answers(lambda p, h: SimpleNamespace(p=p, h=(h,))), both(lambda answer: (answer.p, answer.h[0]))
     ),
     "lists with what has no gradient": Case(
         lambda: Answers(lambda p, h: [(p, h.argmax(1)), h.detach().mean()]), two_frames
