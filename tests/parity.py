@@ -65,6 +65,7 @@ SPLITS: dict[str, Sequence[Split]] = {
     ],
     "one each": [[[2], [1], [1], [2]], [[1], [2], [2], [1]], [[2]] * 4],
     "unequal": [[[2, 1], [1, 3], [2, 2]], [[1, 2], [2, 4], [1, 1]], [[3, 1], [2, 2], [1, 2]]],
+    "in turns": [[[1, 1], [1]], [[1], [1]]] * 3,
     "pipelined": [[[2, 1, 2, 1]] * 4, [[2] * 4] * 4],
 }
 """By step and by rank, the sizes of its micro-batches. The last step, which is counted, is the same on all ranks."""

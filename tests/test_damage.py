@@ -206,15 +206,7 @@ READERS: dict[str, tuple[int, Callable[[Path], Reader]]] = {
 }
 
 
-KNOWN = {
-    "the Inspector's times": pytest.mark.xfail(reason="a byte that is not UTF-8 is a UnicodeDecodeError"),
-    "a sweep": pytest.mark.xfail(reason="settings without passes are a KeyError"),
-    "tokens": pytest.mark.xfail(reason="numpy raises TokenError for some headers, which `kept` does not expect"),
-}
-"""Defects that this test has found."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=KNOWN.get(name, ())) for name in READERS])
+@pytest.mark.parametrize("name", READERS)
 def test_what_is_damaged_is_read_or_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

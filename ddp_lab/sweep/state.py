@@ -56,8 +56,8 @@ class SweepState:
         kept = self.read()
         if kept is None or kept.is_whole or not self.runs or not self.planned:
             return ""
-        number = max(max(passes) for passes in self.runs.values())
-        place = f"{self.done}, pass {number} of {kept.settings['passes']}"
+        number = max((number for passes in self.runs.values() for number in passes), default=0)
+        place = f"{self.done}, pass {number} of {kept.settings.get('passes', 1)}"
         return f"The latest sweep is not finished: {place}; finish with: {self._command} --resume"
 
     def read(self) -> Kept | None:

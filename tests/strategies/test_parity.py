@@ -169,12 +169,11 @@ BF16, REDUCED = {"param_dtype": "bf16"}, {"param_dtype": "bf16", "reduce_dtype":
 AS_FSDP2 = {"optimizer": "adam", "same_as": {"choice": "pytorch_zero3"}}
 """With two ranks sums have one order. ZeRO-1 adds micro-batches up before it reduces, FSDP2 behind."""
 NUMBERED = list(enumerate(NAMES))
-IN_TURNS: list[Split] = [[[1, 1], [1]], [[1], [1]]] * 3
 ONE_EACH = {"bucket_cap_mb": 1e-6, "find_unused_parameters": True}
 ROWS = [
     *(Case(choice, "handed", split=ALONE, options={"bucket_cap_mb": 0.00001}) for choice in NAMES),
     *(
-        Case(choice, "branching, in turns", options=ONE_EACH, split=IN_TURNS, optimizer=optimizer)
+        Case(choice, "branching, in turns", options=ONE_EACH, split="in turns", optimizer=optimizer)
         for choice in NAMES
         for optimizer in ("adam", "sgd")
         if choice not in ("pytorch_zero2", "pytorch_zero3")  # FSDP2 must run all units

@@ -143,7 +143,7 @@ def read_inspector(path: str, content: bytes) -> list[Timed] | None:
     for number, line in enumerate(content.splitlines()):
         try:
             entry = decoder.decode(line)
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):  # of JSON, and of UTF-8
             entry = None
         if number == 0 and (entry is None or (entry.coll_perf is None and entry.p2p_perf is None)):
             return None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def _read(path: Path) -> np.ndarray | None:
     """None if there is no such file, or if it is damaged."""
     try:
         stored = np.lib.format.open_memmap(path, mode="r")  # which takes no pickles
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, TokenError):
         return None
     if stored.ndim != 1 or stored.dtype not in (np.int32, np.uint8) or stored.nbytes < CHECKSUM:
         return None
