@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # tokens that another version of th
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -88,8 +89,7 @@ def is_long(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what must hold on any processor, and what uses ranks: one worker owns all of these, lest each has some, and
-    more processes run than there are cores. Takes a seventh where it is asked for.
+    """Marks what must hold on any processor, and takes a seventh where it is asked for.
 
     Raises:
         pytest.UsageError: a listed file is gone.
@@ -99,14 +99,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.relative_to(HERE).as_posix() in ON_ANY_PROCESSOR:
             item.add_marker("processor")
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
     which = config.getoption("--seventh")
     if which is not None:
         day = datetime.datetime.now(datetime.UTC).toordinal() if which == "today" else int(which)
         others = {item for item in items if zlib.crc32(item.nodeid.encode()) % 7 != day % 7}
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=list(others))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker owns all files that use ranks, lest each has pools, and more processes run than there are cores.
+
+    Not `--dist loadgroup`: pytest-xdist 3.8 names groups in an attribute that pytest 9.2 does not have any more.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    uses_ranks = cache(lambda path: "RankPool" in (HERE.parent / path).read_text())
+
+    class OneOwner(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if uses_ranks(nodeid.partition("::")[0]) else nodeid
+
+    return OneOwner(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,6 +30,7 @@ FORK_SERVER.set_forkserver_preload(
         "tests.parity",
         "tests.traces",
         "ddp_lab.runtime.run",
+        "peft",
         "pipeline_parallel.parallelize",
         "sharding.zero3",
         "tensor_parallel.parallelize",

@@ -200,7 +200,6 @@ ROWS = [
         for choice in ("zero1", "zero2", "zero3")
         for options in ({"offload": "optimizer"}, {"offload": "optimizer:FOLDER"})
     ),
-    Case("zero3", "llama", options={"compile_backend": "aot_eager"}, clip=0.1),
     Case("zero3", "llama, checkpointed", "dp=3", same_as={}),
 ]
 
