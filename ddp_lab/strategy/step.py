@@ -26,6 +26,7 @@ from ddp_lab.runtime.watch.phases import phase
 from ddp_lab.strategy.batches import Weighted, first_bad_sample
 from ddp_lab.strategy.communication.agreement import StepAgreement, nonfinite_error
 from ddp_lab.strategy.communication.consistency import require_none_unfrozen
+from ddp_lab.strategy.communication.place import Place
 from ddp_lab.strategy.communication.verdict import Verdict, update_unless
 from ddp_lab.strategy.gradient_watch import given_gradient
 from ddp_lab.strategy.hooks import Hooks, Progress
@@ -54,6 +55,7 @@ class Step(Progress):
         self._losses: list[Tensor] = []
         self._unread: tuple[Verdict, Sequence[Weighted] | None] | None = None
         self._is_scaled = False  # scale_loss was called in this micro-batch
+        self._place: Place | None = None  # in a loop of the caller's own
 
     # A step of the caller's own ------------------------------------------------------------------------------------
 
@@ -71,9 +73,12 @@ class Step(Progress):
         if self.in_micro_batch:
             raise RuntimeError("micro_batch() within micro_batch(): the one before has not ended")
         last = last and not self._holds_back
+        self._place = self._place or Place(self._strategy.everyone)
         with self._abandoning():
             if not self._is_open:
                 self._begin(averages=True)
+            steps = self._strategy.optimizer_steps
+            self._place.at = steps, 1 + (self._place.at[1] if self._place.at[0] == steps else 0)
             self._is_scaled = False
             with self._round(last):
                 yield
@@ -119,6 +124,8 @@ class Step(Progress):
         if strategy.scaler is not None:
             strategy.scaler.update(self.verdict.found_inf)
         strategy.optimizer_steps += 1
+        if self._place is not None:
+            self._place.at = strategy.optimizer_steps, 0
 
     def weights(self, counts: Sequence[float]) -> list[float]:
         """See `Strategy.loss_weights`."""

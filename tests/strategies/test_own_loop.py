@@ -1,12 +1,15 @@
 """Strategies in loops that are not the runner's: the user's own forward, loss, backward, clipping and schedule."""
 
+import contextlib
 import copy
 import gc
 import io
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
+from ddp_lab.strategy.communication import place
 from tests.parity import Case, build_and_step, check_messages, load, message_of, options_of, over_own_loops
 from tests.ranks import RankPool
 from tests.tables import each_row
@@ -246,3 +250,23 @@ def dropped(choice: str) -> None:
 def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice: str) -> None:
     """With its parameters, of which C++ holds hooks."""
     ranks.run(2, dropped, choice)
+
+
+def stands_still(ahead: int) -> str:
+    """What is said when rank 0 has begun so many micro-batches more than rank 1."""
+    changed = mock.patch.multiple(place, PATIENCE_S=0.2, _places=weakref.WeakSet())
+    with changed, contextlib.redirect_stderr(io.StringIO()) as said:
+        here = place.Place(dist.group.WORLD)
+        here.at = (2, 2 + ahead * (dist.get_rank() == 0))
+        deadline = time.monotonic() + (30 if ahead else 1)
+        while dist.get_rank() == 0 and time.monotonic() < deadline and not said.getvalue():
+            time.sleep(0.1)
+        dist.barrier()
+    return said.getvalue()
+
+
+def test_the_rank_that_is_behind_is_named(ranks: RankPool) -> None:
+    said, by_others = ranks.run(2, stands_still, 1)
+    assert "rank 1 is behind: it has done 2 steps and begun 2 micro-batches of the next, and rank 0 2 and 3" in said
+    assert said.count("\n") == 1 and by_others == ""
+    assert ranks.run(2, stands_still, 0) == ["", ""]
