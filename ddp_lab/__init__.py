@@ -6,6 +6,7 @@ Names are imported when they are asked for, so that reading traces with `ddp_lab
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
     from ddp_lab.strategy.options import StrategyOptions
     from pipeline_parallel.own_loop import pipeline
+
+if sys.version_info < (3, 11):  # noqa: UP036 - a clone is started without pip
+    sys.exit("error: ddp-lab needs Python 3.11 to 3.13, and this is {}.{}".format(*sys.version_info))
 
 __all__ = [
     "CHOICES",

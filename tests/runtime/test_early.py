@@ -1,5 +1,6 @@
 """The first line of a run comes before torch is imported. Mistakes, too: `tests/test_mistakes.py`."""
 
+import ast
 import os
 import resource
 import subprocess
@@ -36,6 +37,18 @@ def test_the_first_line_comes_before_torch(tmp_path: Path) -> None:
             f"zero3: {ranks} ranks on {cores} load {about}; --global-batch-size is {batch}, since 8 does"
         )
     assert (six, sixteen) == ("6", "16")
+
+
+def test_an_older_python_is_told() -> None:
+    """Whatever runs before that must be Python 3.10's."""
+    mains = [ROOT / f"main_{name}.py" for name in ("ddp", "shard", "parallel")]
+    for path in (*mains, *(ROOT / room / "__init__.py" for room in ("ddp", "sharding", "tensor_parallel", "ddp_lab"))):
+        ast.parse(path.read_text(), feature_version=(3, 10))
+    for path in mains:
+        script = f"import runpy, sys; sys.version_info = (3, 10); runpy.run_path({path.name!r})"
+        answer = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+        said = "error: ddp-lab needs Python 3.11 to 3.13, and this is 3.10\n"
+        assert (answer.returncode, answer.stderr) == (1, said)
 
 
 def test_what_a_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
