@@ -58,7 +58,10 @@ def begin(store: dist.Store, over_nccl: bool) -> str:
     key, local_rank = f"multi-process service/{socket.gethostname()}", os.environ["LOCAL_RANK"]
     if local_rank == "0":
         folder, turns = found_or_started()
-        refusal = problem(torch.cuda.nccl.version() if over_nccl else None, gpu_modes(), turns)
+        try:
+            refusal = problem(torch.cuda.nccl.version() if over_nccl else None, gpu_modes(), turns)
+        except subprocess.TimeoutExpired as error:
+            refusal = f"nvidia-smi does not answer within {error.timeout:g} s; dmesg may say why the driver hangs"
         store.set(key, "\n".join((folder, turns, refusal)))
     folder, turns, refusal = store.get(key).decode().split("\n")
     store.set(f"{key}/{local_rank}", "read")
@@ -122,13 +125,22 @@ def started() -> tuple[str, str]:
 
 
 def gpu_modes() -> list[list[str]]:
-    """Number, compute mode and MIG mode of each visible GPU, as nvidia-smi says; none if it is not there."""
+    """Number, compute mode and MIG mode of each visible GPU, as nvidia-smi says; none if it is not there.
+
+    Raises:
+        subprocess.TimeoutExpired: it does not answer.
+    """
     visible, command = os.environ.get("CUDA_VISIBLE_DEVICES", "MIG"), ["nvidia-smi"]
     if not shutil.which(command[0]):
         return []
     command += [] if "MIG" in visible else ["-i", visible]
     command += ["--query-gpu=index,compute_mode,mig.mode.current", "--format=csv,noheader"]
-    said = subprocess.run(command, capture_output=True, text=True).stdout
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        said, _ = process.communicate(timeout=ANSWER_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and do not wait: within the driver it may not end
+        raise
     return [line.split(", ") for line in said.splitlines() if line.count(", ") == 2]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_lab.runtime import share_gpu
 from ddp_lab.runtime.config import RunConfig
@@ -45,6 +46,11 @@ def test_nvidia_smi_is_asked_for_the_visible_gpus(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert share_gpu.gpu_modes() == [["1", "Exclusive_Process", "[N/A]"]]
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(share_gpu, "ANSWER_S", 0.2)
+    with pytest.raises(UserError, match=r"--share-gpu: nvidia-smi does not answer within 0\.2 s"):
+        share_gpu.begin(dist.FileStore(str(tmp_path / "store"), 1), over_nccl=False)
 
 
 def join(rank: int, flags: dict[str, Any]) -> tuple[str, str | None]:
