@@ -19,11 +19,13 @@ class AgreedError(Exception):
     Attributes:
         rank: The rank where it began, if it is a single one.
         collective: The collective in which it shows, if there is one.
+        traceback: Of what the user's code has raised.
         is_said: Whether rank 0 has printed it.
     """
 
     rank: int | None = None
     collective: str | None = None
+    traceback: str | None = None
     is_said: bool = False
 
 
@@ -85,6 +87,10 @@ def words_of(error: BaseException) -> str:
         return printable(str(error)).strip()
     except Exception as problem:
         return f"(its text cannot be read: {type(problem).__name__} in __str__)"
+
+
+def traceback_of(error: BaseException) -> str:
+    return printable("".join(traceback.format_exception(error)))
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -81,13 +81,15 @@ def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = 
         result = make()
     except Exception as error:  # whatever it is, the others must not wait for it
         own = error
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, None if own is None else words_of(own), group)
+    problems: list[tuple[str, str | None] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, None if own is None else (words_of(own), getattr(own, "traceback", None)), group)
     if own is not None and not isinstance(own, UserError):
         raise own
     for rank, found in enumerate(problems):
         if found is not None:
-            raise UserError(found if rank == 0 else f"rank {rank}: {found}")
+            problem = UserError(found[0] if rank == 0 else f"rank {rank}: {found[0]}")
+            problem.traceback = found[1]
+            raise problem
     return result  # type: ignore[return-value]
 
 

@@ -183,6 +183,8 @@ class Outcome:
             found += ["more is said than the message"] * (self.output.count("\n") > 1)
         elif fails and self.errors and self.errors[0] not in self.output.rpartition("Root Cause")[2]:
             found.append("torchrun's root cause is not the message")
+        if ended.get("traceback") and "; traceback: " not in self.errors[0]:
+            found.append("its traceback is in no file")
         if ended.get("how") != scenario.how:
             found.append(f"recorded as {ended.get('how')}")
         unread = record.get("device") == "cuda"  # the latest loss, which the host reads a step later

@@ -50,6 +50,7 @@ def message_here(name: str, **settings: Any) -> str | None:
     try:
         own.build(RunConfig.of(workload=name, device="cpu", **settings))
     except UserError as error:
+        assert ("Error: " in str(error)) == (error.traceback is not None)
         return str(error)
     return None
 

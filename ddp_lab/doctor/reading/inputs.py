@@ -40,7 +40,7 @@ SKIPPED = (
 )
 """Ends of names of the many files in a run's folder that say nothing about a hang."""
 
-_OF_A_RUN = re.compile(r"(.*?)\.(?:rank_\d{1,6}\.flight|run)\.json")
+_OF_A_RUN = re.compile(r"(.*?)\.(?:rank_\d{1,6}\.flight\.json|run\.json|traceback\.txt)")
 
 
 class ForeignFile(UserError):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ddp_lab.runtime.data.workload import Workload
-from ddp_lab.runtime.errors import UserError, place_in_own_file, words_of
+from ddp_lab.runtime.errors import UserError, place_in_own_file, traceback_of, words_of
 
 TRIED_SAMPLES = 4
 SUM_TOLERANCE = 0.1
@@ -29,7 +29,9 @@ def in_one_line(what: str, hint: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:  # whatever it is, it is the user's
         said = error.msg if isinstance(error, SyntaxError) else next(iter(words_of(error).splitlines()), "")
         advice = f"; {hint}" if hint else ""
-        raise UserError(f"{what}: {type(error).__name__}: {said}{place_in_own_file(error)}{advice}") from error
+        mistake = UserError(f"{what}: {type(error).__name__}: {said}{place_in_own_file(error)}{advice}")
+        mistake.traceback = traceback_of(error)
+        raise mistake from error
 
 
 def require_fields(name: str, workload: Any) -> None:

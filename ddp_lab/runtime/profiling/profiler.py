@@ -6,7 +6,9 @@ flight. If an error ends the run, the profiler is left running, because a collec
 """
 
 import gzip
+import os
 import shutil
+import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -116,8 +118,11 @@ class WindowProfiler:
                 self._written.append(path)
                 if self._most and len(self._written) > self._most:
                     self._written.popleft().unlink(missing_ok=True)
-            except (OSError, EOFError) as error:  # the run continues, and reports this at its end
-                self.write_problem = f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+            except (OSError, EOFError) as error:  # the run continues, and fails at its end
+                is_first, reason = self.write_problem is None, getattr(error, "strerror", None) or error
+                self.write_problem = f"cannot write {path}: {reason}"
+                if is_first and os.environ.get("LOCAL_RANK") == "0":
+                    print(f"warning: {self.write_problem}; the run goes on", file=sys.stderr, flush=True)
 
 
 def write_trace(profiler: profile, path: Path) -> None:

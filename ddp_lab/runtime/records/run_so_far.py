@@ -2,11 +2,13 @@
 
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,16 @@ from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import scheduling
-from ddp_lab.runtime.records.record import device_name, package_versions, step_statistics, timed_steps, write_json
+from ddp_lab.runtime.records.record import (
+    device_name,
+    make_run_id,
+    package_versions,
+    step_statistics,
+    timed_steps,
+    to_json,
+    write_json,
+    write_text,
+)
 from ddp_lab.runtime.records.verdict import verdict
 from ddp_lab.runtime.records.waits import arrivals, lateness, waits
 from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, INTERRUPTED, MISMATCHED, Ending, RankReport
@@ -204,30 +215,37 @@ class RunSoFar:
             error.is_said = True
             if is_main:
                 how = MISMATCHED if isinstance(error, SequenceError) else FAILED
-                self.report(Ending(how, error.rank, self.step, None, error.collective, str(error)))
+                self.report(Ending(how, error.rank, self.step, None, error.collective, str(error), error.traceback))
             raise
 
     def report(self, ending: Ending, reports: Mapping[int, RankReport] | None = None) -> None:
-        """Print how the run ended in one line and write its record. Before training there is no record: then the
-        traceback is printed too. `torchrun` shows the line in its summary."""
-        said = f"error: {self.config.label}: {ending.message}"
+        """Print how the run ended in one line, and write its traceback and its record, which is there once training has
+        begun. `torchrun` shows the line in its summary."""
         began_s = min((one.reason.time_s for one in (reports or {}).values() if one.reason), default=None)
-        if self._setup is None:
-            tell_torchrun(said, began_s)
-            print(said, ending.traceback or "", sep="\n" if ending.traceback else "", file=sys.stderr, flush=True)
-            return
-        if ending.how == INTERRUPTED:
+        if ending.how == INTERRUPTED and self._setup is not None:
             place = f"{ending.message}, after step {self.step} of {self.steps}"
-            ending, said = replace(ending, step=self.step, message=place), f"error: {self.config.label}: {place}"
-        path = choice_folder(self.config) / f"{self.run_id}.run.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, self.record(ending))
-            said += f"; record: {path}"
-        except (OSError, UserError) as error:
-            said += f"; no record: {error}"
+            ending = replace(ending, step=self.step, message=place)
+        said = f"error: {self.config.label}: {ending.message}"
+        if ending.traceback:
+            said += self._left("traceback", "traceback.txt", ending.traceback)
+        if self._setup is not None:
+            said += self._left("record", "run.json", to_json(self.record(ending)))
         tell_torchrun(said, began_s)
         print(said, file=sys.stderr, flush=True)
+
+    def _left(self, what: str, suffix: str, text: str) -> str:
+        """Write a file of a run that ends early, and say where: elsewhere if its own disk is full."""
+        name = f"{self.run_id or make_run_id()}.{suffix}"
+        problem: Exception | None = None
+        for find_folder in (lambda: choice_folder(self.config), lambda: Path(tempfile.gettempdir())):
+            try:
+                path = find_folder() / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, text)
+                return f"; {what}: {path}"
+            except (OSError, UserError) as error:
+                problem = problem or error
+        return f"; no {what}: {problem}"
 
     def keep_flight(self, rank: int, state: RankState) -> None:
         """Write the flight record of a rank that ends beside the run record, and remove its unfinished trace."""

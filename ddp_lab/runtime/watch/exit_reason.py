@@ -1,10 +1,9 @@
 """Why a rank ends, in its own words. `cause.py` finds the first cause of a run among the reasons of all its ranks."""
 
 import time
-import traceback
 from dataclasses import dataclass
 
-from ddp_lab.runtime.errors import AgreedError, place_in_own_file, printable, words_of
+from ddp_lab.runtime.errors import AgreedError, place_in_own_file, printable, traceback_of, words_of
 
 MOST_CHARACTERS = 2000
 """Of a text: a flight recorder has little room."""
@@ -39,15 +38,14 @@ class ExitReason:
 
     @classmethod
     def now(cls, kind: str, text: str, trace: str | None = None) -> "ExitReason":
-        return cls(kind, printable(text[:MOST_CHARACTERS]), time.time(), printable(trace) if trace else None)
+        return cls(kind, printable(text[:MOST_CHARACTERS]), time.time(), trace)
 
     @classmethod
     def of(cls, error: BaseException, in_collective: bool) -> "ExitReason":
         """The reason of a rank whose training thread raised `error`, perhaps while it waited for a collective."""
         if isinstance(error, AgreedError):
             return cls.now("error", words_of(error))
-        trace = "".join(traceback.format_exception(error))
-        return cls.now(kind_of(error, in_collective), text_of(error), trace)
+        return cls.now(kind_of(error, in_collective), text_of(error), traceback_of(error))
 
 
 def kind_of(error: BaseException, in_collective: bool) -> str:
