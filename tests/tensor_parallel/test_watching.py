@@ -48,17 +48,9 @@ def test_ranks_with_parts_of_one_model_compare_what_they_issued(ranks: RankPool)
 one, other = entry(1, group="ranks 2,3"), entry(1, group="ranks 2,3", elements=11)
 waiting = state(0, one, waits=True)
 MESSAGES: dict[str, tuple[dict[int, RankReport], str]] = {
-    "killed": (
-        {0: ended(waiting, "connection"), 3: gone(state(3, one))},
-        "rank 3 (dp 1, tp 1) was killed",
-    ),
     "several killed": (
         {0: ended(waiting, "connection"), 2: gone(state(2, progress_s=2)), 3: gone(state(3))},
         "ranks 2 (dp 1, tp 0), 3 (dp 1, tp 1); first rank 3 (dp 1, tp 1) was killed",
-    ),
-    "failed": (
-        {0: ended(waiting, "noticed"), 1: ended(state(1), "failed", "KeyError: 2")},
-        "rank 1 (dp 0, tp 1) failed in step 7 during backward: KeyError: 2",
     ),
     "mismatched": (
         {2: ended(state(2, one), "mismatch"), 3: ended(state(3, other), "noticed")},
@@ -67,14 +59,6 @@ MESSAGES: dict[str, tuple[dict[int, RankReport], str]] = {
     "hung": (
         {0: ended(waiting, "timeout"), 3: ended(state(3), "noticed")},
         "rank 3 (dp 1, tp 1) hangs in step 7 during backward; rank 0 (dp 0, tp 0) waited",
-    ),
-    "interrupted": (
-        {0: ended(waiting, "noticed"), 1: ended(state(1), "signal", "SIGINT")},
-        "rank 1 (dp 0, tp 1) was stopped by SIGINT",
-    ),
-    "lost": (
-        {0: ended(waiting, "connection"), 1: RankReport(None, None)},
-        "rank 1 (dp 0, tp 1) cannot be reached",
     ),
 }
 

@@ -107,19 +107,6 @@ class Attention(nn.Module):
         return self.last(self.attention(hidden, hidden, hidden, need_weights=False)[0][0])
 
 
-class Transformer(nn.Module):
-    """torch's own, which takes another path in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
-        self.encoder = nn.TransformerEncoder(layer, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.encoder(self.first(x)[None])[0])
-
-
 class Image(nn.Module):
     """Convolutions whose weights lie in channels-last order, and a weight that is a transposed view."""
 
@@ -167,8 +154,8 @@ class Counts(nn.Module):
         return self.last(torch.tanh(hidden - self.mean) * self.scale)
 
 
-def normed(*, momentum: float | None = 0.1) -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Tanh(), nn.Linear(8, 1))
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def switch(run: Run, module: nn.Module, step: int) -> None:
@@ -211,9 +198,7 @@ class Penalized(nn.Module):
 
 
 CASES = {
-    "weight norm": Case(lambda: layers(weight_norm())),
     "weight norm in blocks": Case(lambda: in_blocks(weight_norm)),
-    "spectral norm": Case(lambda: layers(spectral_norm())),
     "spectral norm in blocks": Case(lambda: in_blocks(spectral_norm)),
     "hundreds of tiny parameters": Case(Many),
     "parameters of several dtypes": Case(Mixed),
@@ -221,14 +206,12 @@ CASES = {
     "weights of a layer that is not called": Case(ReadsOthers),
     "weights of another block": Case(ReadsBlocks, unused=True),
     "attention that stands alone": Case(Attention),
-    "torch's transformer": Case(Transformer, before=switch),
     "two parameters over one memory": Case(Views),
     "channels last, and a transposed weight": Case(Image),
     "buffers replaced in forward": Case(Counts, before=switch),
     "BatchNorm": Case(normed, micro_batches=2),
     "BatchNorm, between training and evaluation": Case(normed, before=switch),
     "BatchNorm, evaluated with a graph before the optimizer": Case(normed, before=switch, between=evaluates_with_graph),
-    "BatchNorm with a running average": Case(lambda: normed(momentum=None), before=switch),
     "a parameter as an output": Case(Penalized, penalty_in_forward),
     "a penalty outside of forward": Case(layers, penalty_outside, in_evaluation=False),
 }
