@@ -1,7 +1,8 @@
 """What a strategy leaves in its user's module, and what happens to a module behind a strategy's back."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
@@ -37,10 +38,12 @@ class ModuleHook:
 
 class InShards:
     """A hook before `state_dict` of a module whose parameters are in shards. Copying and saving the module is refused,
-    too. This package reads the names alone, with `keep_vars=True`."""
+    too. This package reads names alone: with `keep_vars=True`, or where `names_alone`."""
+
+    names_alone = False
 
     def __call__(self, _: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars:
+        if not (keep_vars or self.names_alone):
             self.refuse()
 
     def refuse(self, *_: object) -> NoReturn:
@@ -50,6 +53,16 @@ class InShards:
         )
 
     __deepcopy__ = __reduce__ = refuse
+
+
+@contextmanager
+def names_alone() -> Iterator[None]:
+    """Within this context somebody else's code reads the names of `state_dict`, and takes the values from elsewhere."""
+    InShards.names_alone = True
+    try:
+        yield
+    finally:
+        InShards.names_alone = False
 
 
 def keep_from_being_read(module: nn.Module) -> None:

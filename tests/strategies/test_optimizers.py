@@ -122,7 +122,7 @@ class Plain(torch.optim.SGD):
 
 def trained(name: str, kind: type[torch.optim.SGD]) -> dict[str, Tensor]:
     options = StrategyOptions(elementwise=kind is Plain)
-    strategy = load(("sharding", name))(build("plain"), partial(kind, lr=0.1), options)
+    strategy = load(name)(build("plain"), partial(kind, lr=0.1), options)
     one_step(strategy, [make_batch("plain", 2, 0)])
     return strategy.full_state_dict()
 

@@ -14,6 +14,7 @@ from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.module_hooks import names_alone
 
 TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM"}
 """By how the class of a model is called, peft's task type."""
@@ -56,7 +57,8 @@ def save_adapter(strategy: Strategy, folder: Path) -> None:
         try:
             with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
                 unfinished = Path(temporary) / folder.name
-                strategy.module.save_pretrained(unfinished, state_dict=state, save_embedding_layers=False)  # type: ignore[operator]
+                with names_alone():
+                    strategy.module.save_pretrained(unfinished, state_dict=state, save_embedding_layers=False)  # type: ignore[operator]
                 unfinished.rename(folder)
         except OSError as error:
             raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
