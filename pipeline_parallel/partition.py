@@ -39,15 +39,17 @@ def partition(module: nn.Module, stages: int, split: Split | None = None) -> tup
         chain, are_blocks = chain_of(module)
         of_blocks = cast(Sequence[int], split) or cut_by_cost(costs_of(chain), are_blocks, stages)
         places = stages_of(are_blocks, of_blocks)
-    inside = {tensor for _, part in chain for tensor in part.state_dict(keep_vars=True).values()}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor not in inside:
+    inside = {layer for _, part in chain for layer in part.modules()}
+    for path, layer in module.named_modules():
+        own = [name for name in layer.state_dict() if "." not in name]
+        if own and layer not in inside:
+            name = f"{path}.{own[0]}".lstrip(".")
             raise UnsupportedError(f"--mesh with pp: {name} is in no module that a stage could hold; put it into one")
     return chain, places
 
 
 def _listed(module: nn.Module, split: Sequence[Sequence[str]]) -> tuple[Chain, list[int]]:
-    names = [name for name, _ in module.named_modules()]
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     found: dict[str, int] = {}
     for stage, patterns in enumerate(split):
         for pattern in patterns:
@@ -74,7 +76,7 @@ def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
     Raises:
         UnsupportedError: the model is no chain of modules around one list of blocks.
     """
-    kind, blocks = kind_of(module), set(find_blocks(module))
+    kind, blocks = kind_of(module), set(find_blocks(module, may_share=True))
     holders = [part for part in module.modules() if not blocks.isdisjoint(part.children())]
     if len(holders) != 1 or isinstance(holders[0], nn.Sequential):
         around = [part for part in module.modules() if isinstance(part, nn.Sequential) and blocks <= {*part.modules()}]

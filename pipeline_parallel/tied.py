@@ -1,4 +1,4 @@
-"""A weight that the first and the last stage share: an embedding that is the head, too.
+"""A weight that the first and the last stage share: an embedding that is the head, too, or a block that stands in both.
 
 The first stage has the parameter: it trains there, and counts there once, in norms, shards and checkpoints. The last
 stage has a copy. What backward adds up for the copy goes to the first stage at the end of a step, which adds it to its
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.errors import UnsupportedError, listed
 from pipeline_parallel.channels import Channels, Receipt
 from pipeline_parallel.partition import Chain
 
@@ -26,13 +26,17 @@ def shared_of(chain: Chain, places: Sequence[int]) -> Shared:
     """
     found: dict[nn.Parameter, dict[str, int]] = defaultdict(dict)
     for (name, part), stage in zip(chain, places, strict=True):
-        for own, parameter in part.named_parameters(remove_duplicate=False):
-            found[parameter][f"{name}.{own}"] = stage
-    shared = {parameter: held for parameter, held in found.items() if len(set(held.values())) > 1}
-    for held in shared.values():
-        if set(held.values()) != {0, places[-1]}:
-            names = " and ".join(held)
-            raise UnsupportedError(f"--mesh with pp: {names} are one parameter of stages that may not share; untie it")
+        for own, tensor in part.state_dict(keep_vars=True).items():
+            if isinstance(tensor, nn.Parameter) or own.endswith("num_batches_tracked"):  # other buffers may be constant
+                found[tensor][f"{name}.{own}"] = stage
+    shared = {tensor: held for tensor, held in found.items() if len(set(held.values())) > 1}
+    for tensor, held in shared.items():
+        if set(held.values()) != {0, places[-1]} or not isinstance(tensor, nn.Parameter):
+            at = listed(sorted(set(held.values())))
+            raise UnsupportedError(
+                f"--mesh with pp: {listed(list(held))} are one tensor of stages {at}, but the first and the last stage "
+                "alone may share one, a parameter; untie it, or put them into one stage (--plan, split=)"
+            )
     return {parameter: list(held) for parameter, held in shared.items()}
 
 
@@ -96,13 +100,10 @@ def tie(shared: Shared, module: nn.Module, channels: Channels, rank: int, ranks:
         return None
     if rank == 0:
         return Tied(list(shared), channels, is_first=True)
-    copies = []
-    for parameter, (_, *names) in shared.items():
-        copies.append(parameter.detach().clone().requires_grad_(parameter.requires_grad))
-        for name in names:
-            holder, _, own = name.rpartition(".")
-            layer = module.get_submodule(holder)
-            if own in layer._parameters:  # not where the first stage has it
+    copies = {parameter: parameter.detach().clone().requires_grad_(parameter.requires_grad) for parameter in shared}
+    for layer in module.modules():
+        for own, parameter in list(layer._parameters.items()):
+            if parameter in copies:
                 del layer._parameters[own]
-                setattr(layer, own, copies[-1])
-    return Tied(copies, channels, is_first=False)
+                setattr(layer, own, copies[parameter])
+    return Tied(list(copies.values()), channels, is_first=False)
