@@ -21,6 +21,7 @@ from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.runtime.groups import exchange_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NOTHING = (0,)  # the shape of what stands for hidden states that a stage does not make, if their form is not known
 TOLD = 12  # numbers that tell a tensor's form: its dtype, and its lengths along up to 11 dimensions
 
 
@@ -43,13 +44,24 @@ class Channel:
         """Post a send. What has arrived by now is let go."""
         while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
-        is_new, form = key not in self._forms, (tensor.dtype, list(tensor.shape))
-        if self._forms.setdefault(key, form) != form or tensor.dtype not in DTYPES:
-            raise OneRankError(f"a pipeline sends {form} where batches of this form led to {self._forms[key]}")
-        if is_new:
+        self.check(key, tensor)
+        if key not in self._forms:
+            self._forms[key] = tensor.dtype, list(tensor.shape)
             numbers = [DTYPES.index(tensor.dtype), *tensor.shape, *[-1] * (TOLD - 1 - tensor.ndim)]
             self._post(torch.tensor(numbers, dtype=torch.int64, device=self._exchange_device))
         self._post(tensor.detach().contiguous(), name)
+
+    def check(self, key: Hashable, tensor: Tensor) -> None:
+        """Refuse what cannot be sent."""
+        form = tensor.dtype, list(tensor.shape)
+        wanted = self._forms.get(key, form if tensor.dtype in DTYPES else "floating point")
+        if wanted != form:
+            raise OneRankError(f"a pipeline sends {form} where batches of this form lead to {wanted}")
+
+    def stand_in(self, key: Hashable) -> Tensor:
+        """What to send in the place of a tensor that is not there."""
+        dtype, shape = self._forms.get(key, (torch.float32, NOTHING))
+        return torch.full(shape, torch.nan, dtype=dtype, device=self.device)
 
     def nbytes(self, key: Hashable) -> int:
         """Of a message that has been here."""

@@ -93,11 +93,25 @@ class Pipeline:
         form = form_of((args, kwargs))
         for stage in self.stages.own:
             hidden = self._channels["activation", "in"].receive((stage, form)).tensor() if stage else None
-            made = self.stages.run(stage, hidden, lambda: forward(*args, **kwargs))
-            if stage + 1 < self.shape(1).stages:
-                self._channels["activation", "out"].send((stage, form), made)
+            behind = self._channels["activation", "out"] if stage + 1 < self.shape(1).stages else None
+            made = self.stages.attempt(stage, hidden, lambda: forward(*args, **kwargs), behind, (stage, form))
+            if behind is not None:
+                behind.send((stage, form), made)
         self._finish()
         return self._from_last(made)
+
+    def agree(self, group: dist.ProcessGroup, told: Any = None) -> list[Any]:
+        """What each rank of `group` tells the others. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, a stage of one of them has refused what forward does.
+        """
+        every: list[Any] = [None] * group.size()
+        dist.all_gather_object(every, (self.stages.refusal, told), group)
+        self.stages.refusal = None
+        if refusals := [refusal for refusal, _ in every if refusal is not None]:
+            raise UnsupportedError(next(filter(None, refusals), "a stage of the pipeline has refused this batch"))
+        return [of_rank for _, of_rank in every]
 
     def _from_last(self, made: Any) -> SimpleNamespace:
         last = self._group.size() - 1
@@ -107,10 +121,9 @@ class Pipeline:
             found = {} if loss is None else {"loss": loss}
             if logits is not None and (loss is None or logits.ndim < 3):
                 found["logits"] = logits.contiguous()
-        told = [{name: torch.empty_like(tensor, device="meta") for name, tensor in found.items()}]
-        dist.broadcast_object_list(told, group=self._group, group_src=last)
+        told = self.agree(self._group, {name: torch.empty_like(one, device="meta") for name, one in found.items()})
         device = next(iter(self._channels.values())).device
-        for name, form in told[0].items():
+        for name, form in told[last].items():
             if name not in found:
                 found[name] = torch.empty_like(form, device=device)
             dist.broadcast(found[name], group=self._group, group_src=last)

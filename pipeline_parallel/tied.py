@@ -77,6 +77,11 @@ class Tied:
         if self._is_first:
             self._receipts = {tensor: self._gradients.receive(index) for index, tensor in self._trained.items()}
 
+    def add_rest(self) -> None:
+        """Backward of the first stage is over: what got no gradient there gets the copy's."""
+        for tensor in list(self._receipts):
+            torch.autograd.backward([tensor], [torch.zeros_like(tensor)])
+
     def end(self) -> None:
         """All of backward is done."""
         for index, tensor in self._trained.items() if not self._is_first else ():

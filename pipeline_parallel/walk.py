@@ -1,7 +1,9 @@
 """A step of one rank: walks the list of actions, and does what each says."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +79,9 @@ class Walk:
         for action in actions:
             with in_profile(action):
                 self._do(action)
+        if self._stages.refusal is not None:  # all ranks see a loss that is not finite, and ask why
+            device = next(iter(self._channels.values())).device
+            self._loss_of(0, SimpleNamespace(loss=torch.full((), torch.nan, device=device)))
 
     def _do(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:
@@ -111,13 +116,16 @@ class Walk:
         hidden = self._received(received)
         if hidden is not None:
             hidden.requires_grad_()
-        weights, batch = WeightGradients() if self._splits else None, self._batches[micro_batch]
+        weights, run = WeightGradients() if self._splits else None, partial(self._forward, **self._batches[micro_batch])
+        behind = self._channels[CHANNEL_OF[sent.kind]] if sent else None
         with weights or nullcontext():
-            answer = self._stages.run(stage, hidden, lambda: self._forward(**batch))
-        made: Any = self._loss_of(micro_batch, answer) if not sent else None
+            answer = self._stages.attempt(stage, hidden, run, behind, (stage, self._forms[micro_batch]))
+        made: Any = None
         if sent:
             made = torch.autograd.graph.get_gradient_edge(answer) if answer.requires_grad else None
             self._ready[sent] = answer.detach()
+        elif answer is not None:
+            made = self._loss_of(micro_batch, answer)
         self._passes[stage, micro_batch] = Pass(hidden, made, weights)
 
     def _run_backward(self, action: Action) -> None:
@@ -126,19 +134,25 @@ class Walk:
         hidden, made, weights = self._passes.pop(action[1:])
         with self._backward(action), weights or nullcontext():
             if made is not None:
-                torch.autograd.backward([made], [gradient])
+                try:
+                    torch.autograd.backward([made], [gradient])
+                except OneRankError as error:
+                    self._stages.refuse(str(error))
         if sent:
-            if hidden is None or hidden.grad is None:
-                raise OneRankError(f"stage {action.stage} of the pipeline does not use what the stage before it makes")
-            self._ready[sent] = hidden.grad
+            assert hidden is not None, "the first stage sends no gradient"
+            self._ready[sent] = torch.full_like(hidden, torch.nan) if hidden.grad is None else hidden.grad
         if weights:
             self._left[action[1:]] = weights
 
-    def _backward(self, action: Action) -> AbstractContextManager[None]:
+    @contextmanager
+    def _backward(self, action: Action) -> Iterator[None]:
         is_last = action.micro_batch + 1 == len(self._batches)  # stages take micro-batches in order
         if self._tied is not None:
             self._tied.adds = is_last
-        return self._backward_of(is_last)
+        with self._backward_of(is_last):
+            yield
+            if self._tied is not None and is_last and action.stage == 0 and action.kind is not Kind.BACKWARD_INPUT:
+                self._tied.add_rest()
 
 
 def in_profile(*what: Any) -> AbstractContextManager[Any]:

@@ -191,22 +191,21 @@ class InTurns(nn.Module):
 
 
 class Deep(nn.Module):
-    """A layer, six equal blocks, of which those in `skipped` do not run, and a head. `skips`: around them, too."""
+    """A layer, six equal blocks, of which those in `skipped` do not run, and a head."""
 
-    def __init__(self, inside: Callable[[], nn.Module] = nn.Tanh, skips: bool = False) -> None:
+    def __init__(self, inside: Callable[[], nn.Module] = nn.Tanh) -> None:
         super().__init__()
-        self.skips = skips
         self.first = nn.Linear(FEATURES, 20)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), inside()) for _ in range(6))
         self.last = nn.Linear(20, 1)
         self.skipped: list[int] = []
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
-        hidden = around = self.first(x)
+        hidden = self.first(x)
         for index, block in enumerate(self.blocks):
             if index not in self.skipped:
                 hidden = block(hidden)
-        return answer(self.last(hidden + around if self.skips else hidden), y)
+        return answer(self.last(hidden), y)
 
 
 class OutOfOrder(nn.Module):
@@ -499,7 +498,6 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "normed": Normed,
         "deep": Deep,
         "deep, normed": partial(Deep, partial(nn.BatchNorm1d, 20)),
-        "deep, skips": partial(Deep, skips=True),
         "awkward": AwkwardBlocks,
         "handed": Handed,
         "spiked": Spiked,

@@ -60,8 +60,8 @@ def _part(leaf: Any) -> Rebuild:
 
 
 def first_of(args: Any, kwargs: dict[str, Any]) -> Any:
-    """The first argument of a module: of a block, the hidden states."""
-    return args[0] if args else kwargs[_first_name(kwargs)]
+    """The first argument of a module, None without any: of a block, the hidden states."""
+    return args[0] if args else kwargs[_first_name(kwargs)] if kwargs else None
 
 
 def with_first(args: Any, kwargs: dict[str, Any], change: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:

@@ -102,6 +102,13 @@ class Pipeline(Protocol):
             backward_of: The context of a backward pass. Its argument: whether this is the last one of its stage.
         """
 
+    def agree(self, group: dist.ProcessGroup) -> Any:
+        """Why a loss is NaN. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, a stage of one of them has refused what forward does.
+        """
+
     def expected_traffic(self, micro_batches: int) -> list[Collective]:
         """The messages of this rank in a step of so many micro-batches, of the shape that the latest had."""
 

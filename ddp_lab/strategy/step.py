@@ -220,6 +220,8 @@ class Step(Progress):
             return
         (verdict, micro_batches), self._unread = self._unread, None
         strategy, what, scale = self._strategy, verdict.nonfinite, verdict.loss_scale
+        if what is not None and strategy.model_parallel is not None and strategy.model_parallel.pipeline is not None:
+            strategy.model_parallel.pipeline.agree(strategy.everyone)
         if what is None or (scale is not None and scale >= 1):
             return
         if what == "the loss":
@@ -239,7 +241,8 @@ class Step(Progress):
         advice += strategy.nonfinite_advice
         if strategy.is_in_pipeline:
             advice += (
-                "; of an earlier stage a later one has its hidden states alone, so x + block(x) belongs into a block"
+                "; a stage has NaN for hidden states and parameters of others, so x + block(x) belongs into a block, "
+                "and for gradients where the next stage runs under no_grad or ignores its input"
             )
         if scale is not None:
             advice = f"so it stays at every loss scale, which has fallen to {scale:g}; {advice}"

@@ -11,14 +11,14 @@ from torch import nn
 from transformers import T5Config, T5Model
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import NonFiniteError, UserError
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.mesh import PIPELINE_SCHEDULES
 from pipeline_parallel.parallelize import split_of
 from pipeline_parallel.partition import chain_of, cut_by_cost, partition, stages_of
 from pipeline_parallel.schedules import SCHEDULES
 from pipeline_parallel.tied import shared_of
-from tests.models import build, make_batch
-from tests.parity import check, in_stages, message_of, one_step, strategy_of
+from tests.models import build
+from tests.parity import check, in_stages
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -75,17 +75,6 @@ def test_models_and_splits() -> None:
     with pytest.raises(UserError, match="untie it"):
         shared_of(chain, stages_of(are_blocks, [2, 2, 2]))
     assert tuple(SCHEDULES) == PIPELINE_SCHEDULES
-
-
-def skip_stages() -> str:
-    with strategy_of(in_stages("zero1", "pp=2", "deep, skips", "1f1b")) as strategy:
-        return message_of(NonFiniteError, one_step, strategy, [make_batch("deep", 2, 0)])
-
-
-def test_a_model_that_uses_more_than_hidden_states(ranks: RankPool) -> None:
-    """A stage knows nothing else of those before it. What it lacks is NaN, so that nobody trains on something else."""
-    for said in ranks.run(2, skip_stages):
-        assert "of an earlier stage a later one has its hidden states alone" in said
 
 
 def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:

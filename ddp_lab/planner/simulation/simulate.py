@@ -31,7 +31,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import train
 from ddp_lab.strategy.batches import StepData, sample_count
 from ddp_lab.strategy.interface import Strategy
-from pipeline_parallel.stage import Handover
+from pipeline_parallel.stage import Handover, Stages
 
 NEEDS_DATA = (
     "torch.distributed.distributed_c10d:_object_to_tensor",
@@ -137,6 +137,7 @@ class Simulation:
                 make_strategy = make_strategy.in_stages()
             self.strategy = strategy = make_strategy(module, adamw, options, groups.data if groups else None)
             stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
+            stack.enter_context(mock.patch.object(Stages, "attempt", refuse_at_once))
             self._sort_memory()
             handles = [leaf.register_post_accumulate_grad_hook(self._on_gradient) for leaf in strategy.leaves()]
             try:
@@ -201,6 +202,11 @@ def host_of(cluster: Cluster) -> Cluster:
     """The same nodes for tensors in host memory: over Gloo, inside a node over loopback."""
     inside = hardware.link("loopback")
     return replace(cluster, inside=replace(inside, name=f"host, {inside.name}"), backend="gloo")
+
+
+def refuse_at_once(*attempted: Any) -> Any:
+    """No other rank waits to be told."""
+    return Stages.run(*attempted[:-2])
 
 
 def explained(forward: Callable[..., Any]) -> Callable[..., Any]:

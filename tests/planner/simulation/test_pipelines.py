@@ -9,6 +9,7 @@ from ddp_lab.planner.contracts import CollectiveCost, Costs, OperatorCall, Simul
 from ddp_lab.planner.costs.links import MESSAGE
 from ddp_lab.planner.simulation.meshed import pipeline_of
 from ddp_lab.planner.simulation.simulate import simulate
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.strategy.accounting import storage_bytes
@@ -79,6 +80,11 @@ def test_messages_take_their_time_and_data_parallel_ranks_add_none() -> None:
     """In GPipe over two ranks the first message of each direction is waited for, and the others overlap."""
     plain, slow = planned("gpipe", 2), planned("gpipe", 2, latency_s=0.05, mesh="dp=2,")
     assert slow.step_time_s == pytest.approx(plain.step_time_s + 2 * 0.05)
+
+
+def test_a_model_that_no_pipeline_runs_has_no_plan() -> None:
+    with pytest.raises(UserError, match=r"forward runs blocks\.2 of stage 1 before all"):
+        simulate(setting("tp", "out of order", MICRO_BATCHES, mesh="pp=2"), cluster(2), COSTS)
 
 
 def test_schedules_differ_in_memory_as_on_paper() -> None:
