@@ -251,12 +251,17 @@ def closing_groups() -> Iterator[None]:
     """Groups that are opened within this context end with it."""
     import torch.distributed as dist
 
+    from ddp_lab.runtime.groups import description
+
     before = set(dist.distributed_c10d._world.pg_map)
     try:
         yield
     finally:
         for group in set(dist.distributed_c10d._world.pg_map) - before:
-            if group.size() < dist.get_world_size():  # the others may have been made of the group of all ranks
+            is_channel = description(group).startswith("stage ")
+            if (
+                is_channel or group.size() < dist.get_world_size()
+            ):  # others may have been made of the group of all ranks
                 dist.destroy_process_group(group)
         if "torch.distributed.tensor" in sys.modules:  # it takes a mesh of these for any later one of the same shape
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache

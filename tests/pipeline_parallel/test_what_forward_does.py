@@ -310,6 +310,7 @@ NOT_EVALUATED = (
 )
 
 
+@closing_groups()
 def outcome(choice: str, schedule: str, case: str, evaluates: bool) -> str:
     """Of three steps, or of an evaluation: why they are refused, or in what they differ from one process."""
     run, change, _ = CASES[case]
@@ -342,8 +343,7 @@ def outcome(choice: str, schedule: str, case: str, evaluates: bool) -> str:
 
 
 def outcomes(choice: str, schedule: str, cases: Sequence[str], evaluates: bool) -> dict[str, str]:
-    with closing_groups():
-        return {case: outcome(choice, schedule, case, evaluates) for case in cases}
+    return {case: outcome(choice, schedule, case, evaluates) for case in cases}
 
 
 @pytest.mark.parametrize(
