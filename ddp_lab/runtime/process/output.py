@@ -48,7 +48,8 @@ def guard_output(goes_on: bool) -> None:
 
 
 def guarded(stream: TextIO | None, descriptor: int, goes_on: bool) -> TextIO:
+    """In place of `stream`, which is None if it is closed."""
     raw, by_line = io.BufferedWriter(Output(descriptor, goes_on)), True
-    if stream is not None:
-        by_line = getattr(stream, "line_buffering", True) or getattr(stream, "write_through", True)
+    if isinstance(stream, io.TextIOWrapper):
+        by_line = stream.line_buffering or stream.write_through
     return io.TextIOWrapper(raw, getattr(stream, "encoding", None), "backslashreplace", line_buffering=by_line)

@@ -18,7 +18,6 @@ from ddp_lab.runtime.watch.processes import STOPPING, Stopped, answer_signals, r
 QUIET = quiet_libraries() | {
     "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds until torchrun kills a rank that does not end
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in STOPPING),
 }
 """Read when torch is imported, here and in the ranks. What the user has set stays."""
 
@@ -70,6 +69,7 @@ def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
                 max_restarts=0,
                 start_method="fork",
                 local_addr=LOOPBACK,
+                signals_to_handle=",".join(number.name for number in STOPPING),
             )
             command = ["-u", "-m", "ddp_lab", "train", *flags]
             try:
@@ -88,17 +88,17 @@ def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
             finally:
                 answer_signals(raise_stopped)
     except OSError as error:
-        advice = LACKING.get(error.errno or 0, "").format(where=error.filename or "/dev/shm")
+        advice = LACKING.get(error.errno or 0, "")
         print(f"error: {label}: cannot start {ranks} ranks: {error.strerror}{advice}", file=sys.stderr)
         return False
     return True
 
 
 LACKING = {
-    errno.ENOSPC: "; {where} is full: see df -h {where} (in a container /dev/shm has 64 MB, or docker run --shm-size)",
-    errno.EMFILE: "; raise ulimit -n",
+    errno.ENOSPC: "; look at df -h /dev/shm /tmp (of a container, /dev/shm has 64 MB without --shm-size)",
     errno.EAGAIN: "; raise ulimit -u, or end other processes",
 }
+"""What to do where the system has too little of something for processes to begin."""
 
 
 def is_said(log_dir: str) -> bool:

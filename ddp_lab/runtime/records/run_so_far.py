@@ -1,8 +1,8 @@
 """What is known of a run so far. It is enough to write a record of the run whenever it ends."""
 
+import os
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -237,12 +237,11 @@ class RunSoFar:
         """Write a file of a run that ends early, and say where: elsewhere if its own disk is full."""
         name = f"{self.run_id or make_run_id()}.{suffix}"
         problem: Exception | None = None
-        for find_folder in (lambda: choice_folder(self.config), lambda: Path(tempfile.gettempdir())):
+        for folder in (choice_folder(self.config), Path(os.environ.get("TMPDIR", "/tmp"))):
             try:
-                path = find_folder() / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(path, text)
-                return f"; {what}: {path}"
+                folder.mkdir(parents=True, exist_ok=True)
+                write_text(folder / name, text)
+                return f"; {what}: {folder / name}"
             except (OSError, UserError) as error:
                 problem = problem or error
         return f"; no {what}: {problem}"

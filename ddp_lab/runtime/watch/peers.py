@@ -16,7 +16,7 @@ from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.watch.cause import RankReport
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.mismatch import Mismatch, find_deadlock, find_difference
-from ddp_lab.runtime.watch.processes import is_stopped, node_name
+from ddp_lab.runtime.watch.processes import node_name, state_of
 from ddp_lab.runtime.watch.rank_state import RankNames
 
 SETTLE_S = 2.5
@@ -137,4 +137,4 @@ def report_of(flight: FlightRecorder, pid: int) -> RankReport:
     """What the flight recorder of a rank on this node tells."""
     is_gone = flight.owner_is_gone() and not flight.is_finished
     reason = None if flight.is_finished else flight.exit_reason
-    return RankReport(flight.state(), reason, is_gone, flight.crash if is_gone else "", is_stopped(pid))
+    return RankReport(flight.state(), reason, is_gone, flight.crash if is_gone else "", state_of(pid) in "Tt")

@@ -67,12 +67,13 @@ class SignalReceiver:
         return next((signal.Signals(number) for number in os.read(self._read, 64) if number in STOPPING), None)
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped. False if the system does not tell."""
+def state_of(pid: int) -> str:
+    """The letter of proc(5) for the state of a process: of one that is stopped T or t, of a zombie Z. `?` if the system
+    does not tell."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "?"
 
 
 def kills_for_memory() -> int:

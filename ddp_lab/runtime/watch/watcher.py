@@ -26,7 +26,7 @@ from ddp_lab.runtime.watch.mismatch import Mismatch
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
 from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers
 from ddp_lab.runtime.watch.phases import record_phases_in
-from ddp_lab.runtime.watch.processes import SignalReceiver, kills_for_memory
+from ddp_lab.runtime.watch.processes import SignalReceiver, kills_for_memory, state_of
 from ddp_lab.runtime.watch.rank_state import NUMBERS, Entry, RankNames, RankState
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 
@@ -148,8 +148,8 @@ class Watcher:
         self.end(ExitReason.now("signal", arrived.name), code=128 + arrived)
 
     def _require_parent(self) -> None:
-        """End if the parent has gone, of which a forked rank is told by a signal, too."""
-        if os.getppid() != self._parent:
+        """End if the parent has gone. A forked rank then gets a signal, too, perhaps before its last thread ends."""
+        if os.getppid() != self._parent or state_of(self._parent) == "Z":
             self.end(ExitReason.now("orphaned", "torchrun has gone"))
 
     def end(self, reason: ExitReason, code: int = 1) -> NoReturn:
