@@ -171,6 +171,10 @@ class Recorder:
         is_leaf, is_dropout = not any(True for _ in module.children()), type(module).__name__.startswith("Dropout")
 
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():  # of other stages of a pipeline, too
+                return read(module, args, output)
+
+        def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not (self._micro_batches.inside and self._is_trained()):
                 return None
             if self._randomness is not None and is_leaf and isinstance(output, Tensor):
