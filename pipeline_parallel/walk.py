@@ -81,7 +81,7 @@ class Walk:
                 self._do(action)
         if self._stages.refusal is not None:  # all ranks see a loss that is not finite, and ask why
             device = next(iter(self._channels.values())).device
-            self._loss_of(0, SimpleNamespace(loss=torch.full((), torch.nan, device=device)))
+            self._loss_of(0, SimpleNamespace(loss=torch.full((), torch.nan, dtype=torch.float32, device=device)))
 
     def _do(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:
