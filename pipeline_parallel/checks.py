@@ -1,13 +1,13 @@
-"""What can be known of a schedule on paper: that it never waits for itself, how long it takes, and what it holds.
+"""What can be known of a schedule on paper: that it never waits for itself, and how long it takes.
 
 Without torch, and without a clock: passes have the lengths that one gives them.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline_parallel.actions import SENT, Action, Compute, Kind, Shape, list_of, needed_by, source_of
+from pipeline_parallel.actions import Action, Compute, Kind, Shape, list_of, needed_by
 
 UNIT_COSTS: Mapping[Kind, float] = {
     Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1
@@ -74,40 +74,3 @@ def run_on_paper(
             else:
                 sent[action] = clocks[rank]  # a receive stands here, too, and nobody asks for it
     return Timeline(spans)
-
-
-def most_in_flight(actions: list[Action]) -> int:
-    """The most passes whose activations a rank holds at a time: from forward until all of backward is done."""
-    held = most = 0
-    splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
-    for action in actions:
-        held += action.kind is Kind.FORWARD
-        most = max(most, held)
-        held -= action.kind is (Kind.BACKWARD_WEIGHT if splits else Kind.BACKWARD)
-    return most
-
-
-def require_whole(lists: list[list[Action]], shape: Shape) -> None:
-    """Check that each pass is there once, on the rank of its stage, in an order that autograd can take; and that
-    neighbours send and receive in one order, for each direction.
-
-    Raises:
-        ValueError: names what is wrong.
-    """
-    for rank, actions in enumerate(lists):
-        passes: dict[tuple[int, int], list[Kind]] = defaultdict(list)
-        for kind, stage, micro_batch in actions:
-            if kind.computes:
-                passes[stage, micro_batch].append(kind)
-        splits = any(Kind.BACKWARD_WEIGHT in kinds for kinds in passes.values())
-        kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if splits else [Kind.BACKWARD])]
-        stages = range(rank, shape.stages, shape.ranks)
-        wanted = {(stage, micro_batch): kinds for stage in stages for micro_batch in range(shape.micro_batches)}
-        for which in wanted.keys() | passes.keys():
-            if passes[which] != wanted.get(which):
-                raise ValueError(f"rank {rank}: stage {which[0]}, micro-batch {which[1]} has {passes[which]}")
-        for received_kind, (_, distance) in SENT.items():
-            neighbour = (rank + distance) % shape.ranks
-            received = [source_of(action) for action in actions if action.kind is received_kind]
-            if received != [action for action in lists[neighbour] if action in set(received)]:
-                raise ValueError(f"rank {rank} receives in another order than rank {neighbour} sends")

@@ -14,10 +14,11 @@ from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.strategy.accounting import storage_bytes
 from pipeline_parallel.actions import Shape
-from pipeline_parallel.checks import lists_of, most_in_flight, run_on_paper
+from pipeline_parallel.checks import lists_of, run_on_paper
 from pipeline_parallel.schedules import SCHEDULES
 from tests.models import make_batch
 from tests.parity import in_stages, strategy_of
+from tests.pipeline_parallel.test_schedules import most_in_flight
 from tests.planner.simulation.test_meshed import step_of
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
