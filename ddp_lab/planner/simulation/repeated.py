@@ -105,29 +105,27 @@ def pattern_of(answer: Any, inputs: Sequence[Tensor]) -> Any:
         ValueError: it holds data, or tensors that share a storage of their own.
     """
     places = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(inputs)}
+    return part_of_pattern(answer, inputs, places, set())
 
-    def walk(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            for place, tensor in enumerate(inputs):
-                if part is tensor:
-                    return Same(place)
-            storage = part.untyped_storage()
-            if type(part) is not FakeTensor or part._fake_device != CPU or storage._cdata in made:
-                raise ValueError("not of known form")
-            of = places.get(storage._cdata)
-            if of is None:
-                made.add(storage._cdata)
-            return Made(
-                tuple(part.shape), part.stride(), int(part.storage_offset()), part.dtype, of, needed_bytes(part)
-            )
-        if type(part) in (list, tuple):
-            return type(part)(map(walk, part))
-        if type(part) not in CONSTANTS:
+
+def part_of_pattern(part: Any, inputs: Sequence[Tensor], places: Mapping[int, int], made: set[int]) -> Any:
+    """See `pattern_of`. No closure that calls itself: it would hold the inputs until a garbage collection."""
+    if isinstance(part, Tensor):
+        for place, tensor in enumerate(inputs):
+            if part is tensor:
+                return Same(place)
+        storage = part.untyped_storage()
+        if type(part) is not FakeTensor or part._fake_device != CPU or storage._cdata in made:
             raise ValueError("not of known form")
-        return part
-
-    made: set[int] = set()
-    return walk(answer)
+        of = places.get(storage._cdata)
+        if of is None:
+            made.add(storage._cdata)
+        return Made(tuple(part.shape), part.stride(), int(part.storage_offset()), part.dtype, of, needed_bytes(part))
+    if type(part) in (list, tuple):
+        return type(part)(part_of_pattern(item, inputs, places, made) for item in part)
+    if type(part) not in CONSTANTS:
+        raise ValueError("not of known form")
+    return part
 
 
 def needed_bytes(tensor: Tensor) -> int:

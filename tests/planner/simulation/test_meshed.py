@@ -115,9 +115,6 @@ def test_a_pretended_rank_does_what_a_real_one_does(
     assert {name: memory.at_rest[name] for name in MODEL_STATES} == {name: held[name] for name in MODEL_STATES}
     assert memory.at_rest["activations"] + memory.at_rest["communication"] == kept
     if "activation_checkpointing" not in options:  # which keeps states of the CPU's random generator
-        for _ in range(3):  # on a busy machine Gloo's threads may hold a tensor for longer
-            if peak > 1.005 * memory.peak_bytes and "ep" not in mesh:
-                peak = ranks.run(4, real_step, mesh, choice, model, micro_batches, sequence_parallel, options)[1][2]
         assert memory.peak_bytes == pytest.approx(peak, rel=0.005)
 
 
