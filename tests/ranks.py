@@ -21,6 +21,7 @@ import torch
 from torch.distributed import TCPStore
 
 from ddp_lab.runtime.process.environment import schedule_as_batch
+from ddp_lab.strategy.communication import collectives
 
 JOB_TIMEOUT_S = 120.0
 CAUSE_S = 10.0  # after a lost connection, for the rank that caused it to say why
@@ -139,6 +140,15 @@ class RankPool:
             process.join()
 
 
+def kept_groups() -> set[Any]:
+    """Groups that later jobs use again."""
+    import torch.distributed as dist
+
+    roots, sides = collectives._groups_of_roots, collectives._side_groups
+    kept = {one for group, of_roots in roots.items() if group is dist.group.WORLD for one in of_roots}
+    return kept | {one for group, one in sides.items() if group is dist.group.WORLD}
+
+
 def serve(connection: Connection, group: str, rank: int, world_size: int, port: int) -> None:
     """Body of a worker: run jobs until the other end closes."""
     import torch.distributed as dist
@@ -156,11 +166,13 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
             function, args = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        groups_made = c10d._world.group_count
+        groups = {*c10d._world.pg_map}
         try:
             answer = (True, function(*args))
-            if c10d._world.group_count != groups_made:
-                gc.collect()  # strategies, and with them groups that others have closed: Gloo would poll these
+            if made := {*c10d._world.pg_map} - groups - kept_groups():
+                for of_this_job in made:
+                    dist.destroy_process_group(of_this_job)
+                gc.collect()  # strategies, and with them their groups: each has threads that wake a hundred times a second
             dist.barrier()
         except Exception as error:  # reported to the test, whatever it is
             answer = (False, (str(error), traceback.format_exc()))
