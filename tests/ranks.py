@@ -172,7 +172,7 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
             if made := {*c10d._world.pg_map} - groups - kept_groups():
                 for of_this_job in made:
                     dist.destroy_process_group(of_this_job)
-                gc.collect()  # strategies, and with them their groups: each has threads that wake a hundred times a second
+                gc.collect()  # strategies, and with them their groups, whose threads wake a hundred times a second
             dist.barrier()
         except Exception as error:  # reported to the test, whatever it is
             answer = (False, (str(error), traceback.format_exc()))
