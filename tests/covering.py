@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Row = dict[str, Any]
 
 
@@ -38,3 +39,12 @@ def pairwise(factors: Mapping[str, Sequence[Any]], is_allowed: Callable[[Row], b
             for held in pairs(row):
                 left.pop(held, None)
     return rows
+
+
+def cover(items: Sequence[T], kinds_of: Callable[[T], set[Any]], cost_of: Callable[[T], float]) -> list[T]:
+    """Items, greedily the cheapest a kind, which together have every kind that `items` have."""
+    missing, chosen = set[Any]().union(*map(kinds_of, items)), []
+    while missing:
+        chosen.append(max(items, key=lambda item: len(kinds_of(item) & missing) / cost_of(item)))
+        missing -= kinds_of(chosen[-1])
+    return [item for item in items if item in chosen]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import cover
 from tests.parity import Case, Split, check, in_stages
 from tests.ranks import RankPool
 
@@ -167,12 +168,27 @@ MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*SHARDS, *LAYERS, *STAGES, *PARTS, *MIXTURES], ids=str)
-def test_parity(ranks: RankPool, case: Case) -> None:
+ROWS = [*SHARDS, *LAYERS, *STAGES, *PARTS, *MIXTURES]
+COST = {2: 2, 3: 3, 4: 4, 6: 6, 8: 8}
+"""Of a row on so many ranks."""
+
+
+def kinds_of(case: Case) -> set[Any]:
+    """What a row alone may show: its choice on its dimensions; and of one dimension its model, split and settings."""
+    dimension, *others = (name for name in ("pp", "cp", "ep", "tp", "replicate") if name in case.of.degrees)
+    settings = {"model": case.model, "split": str(case.split), **case.options} | {"bucket_cap_mb": 0}
+    return {(case.choice, dimension, *others), *((dimension, *setting) for setting in settings.items())}
+
+
+DEFAULT = cover(ROWS, kinds_of, lambda case: COST[case.of.size])
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=str)
+def test_parity(ranks: RankPool, case: Case):
     check(ranks, case)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE, ids=str)
-def test_more(ranks: RankPool, case: Case) -> None:
+@pytest.mark.parametrize("case", [*(case for case in ROWS if case not in DEFAULT), *MORE], ids=str)
+def test_more(ranks: RankPool, case: Case):
     check(ranks, case)

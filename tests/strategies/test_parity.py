@@ -99,6 +99,7 @@ def is_taken(choice: str, model: str, rounding: str, exact: str) -> bool:
         refusal
         or (casts(options) and model == "odd")  # computes with fp32 and fp64 at once
         or (is_rounded and (choice, model) in REFUSALS)
+        or (exact == "filled" and model in BRANCHES)  # whose weights decay where gradients are zeros, and not None
         or (again and is_rounded and model == "out of order")  # docs/how-it-works/activation_checkpointing.md
         or (again and "compress" in options and choice in BUILT_ON_DDP)
     )
@@ -129,9 +130,17 @@ def case_of(row: Row) -> Case:
     return Case(row["choice"], row["model"], f"dp={size}", options, **given)
 
 
+def is_sampled(row: Row) -> bool:
+    """The choices with most code of their own meet every model; the others a third of them."""
+    choice, model = row.get("choice"), row.get("model")
+    if choice in ("bucket_ddp_async", "zero1", "zero2", "zero3") or not (choice and model):
+        return is_allowed(row)
+    return is_allowed(row) and TRAPS.index(model) % 3 == NAMES.index(choice) % 3
+
+
 @cache
 def rows() -> list[Row]:
-    return pairwise(FACTORS, is_allowed)
+    return pairwise(FACTORS, is_sampled)
 
 
 @pytest.mark.parametrize("choice", NAMES)
@@ -144,8 +153,8 @@ def test_parity(ranks: RankPool, tmp_path: Path, choice: str) -> None:
 @pytest.mark.parametrize("model", TRAPS)
 def test_every_pair_of_settings(ranks: RankPool, tmp_path: Path, choice: str, model: str) -> None:
     fixed = {"choice": [choice], "model": [model], "rounding": [""], "exact": ["", "filled"]}
-    if model in BRANCHES:  # a micro-batch that fills up uses its branch, and zeros are not None
-        fixed |= {"exact": [""], "split": ["even", "uneven", "own loop"]}
+    if model in BRANCHES:  # a micro-batch that fills up uses its branch
+        fixed |= {"split": ["even", "uneven", "own loop"]}
     made = pairwise(FACTORS | fixed, is_allowed)
     check_each(ranks, [case_of(row) for row in made], tmp_path)
 
