@@ -61,7 +61,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def test_modules_import_each_other_in_no_circle():
     assert circle(GRAPH) == []
     hidden = (
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ddp_lab.strategy.interface import Strategy\n"
@@ -72,19 +72,19 @@ def test_modules_import_each_other_in_no_circle() -> None:
         assert {"ddp_lab.strategy.hooks", "ddp_lab.strategy.interface"} <= set(circle(planted))
 
 
-def test_the_interface_knows_no_strategy_and_no_reader_of_traces() -> None:
+def test_the_interface_knows_no_strategy_and_no_reader_of_traces():
     assert arrows("ddp_lab.strategy", *STRATEGIES, "ddp_lab.analysis", "ddp_lab.planner") == set()
     assert arrows("ddp_lab.runtime", *STRATEGIES, "ddp_lab.analysis", "ddp_lab.planner") == set()
 
 
-def test_the_interface_imports_leaves_of_the_runtime_alone() -> None:
+def test_the_interface_imports_leaves_of_the_runtime_alone():
     """A leaf imports nothing of ours but other leaves."""
     leaves = {arrow.split(" -> ")[1] for arrow in arrows("ddp_lab.strategy", "ddp_lab.runtime")}
     assert "ddp_lab.runtime.errors" in leaves
     assert {name: GRAPH[name] - leaves for name in leaves if GRAPH[name] - leaves} == {}
 
 
-def test_reading_traces_needs_neither_the_runtime_nor_ranks() -> None:
+def test_reading_traces_needs_neither_the_runtime_nor_ranks():
     """Errors are the exception: a trace that cannot be read ends a program as any other mistake of a user does."""
     runtime = {arrow for arrow in arrows("ddp_lab.analysis", "ddp_lab.runtime") if not arrow.endswith("runtime.errors")}
     assert runtime == set()
@@ -93,7 +93,7 @@ def test_reading_traces_needs_neither_the_runtime_nor_ranks() -> None:
     } == set()
 
 
-def test_a_strategy_alone_loads_few_modules() -> None:
+def test_a_strategy_alone_loads_few_modules():
     module = "ddp.simple_ddp"
     code = f"import sys, {module}\nprint(*(n for n in sys.modules if n.split('.')[0] in {ROOMS}))"
     done = subprocess.run(
@@ -116,7 +116,7 @@ def made_by_default(source: str) -> list[str]:
     return found
 
 
-def test_no_tensor_has_the_defaults_of_the_users_script() -> None:
+def test_no_tensor_has_the_defaults_of_the_users_script():
     rooms = (*STRATEGIES, "ddp_lab.strategy", "ddp_lab.runtime")
     sources = {name: path.read_text() for name, path in FILES.items() if within(name, *rooms)}
     assert {name: calls for name, source in sources.items() if (calls := made_by_default(source))} == {}

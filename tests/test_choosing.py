@@ -20,7 +20,7 @@ def pairs(row: Row) -> set[Any]:
 
 
 @given(FACTORS, st.integers(2, 9))
-def test_each_pair_that_is_allowed_occurs(factors: dict[str, list[int]], most: int) -> None:
+def test_each_pair_that_is_allowed_occurs(factors, most):
     def is_allowed(row: Row) -> bool:
         return sum(row.values()) <= most
 
@@ -31,13 +31,13 @@ def test_each_pair_that_is_allowed_occurs(factors: dict[str, list[int]], most: i
     assert set().union(*map(pairs, rows)) == wanted
 
 
-def test_pairs_need_few_rows() -> None:
+def test_pairs_need_few_rows():
     rows = pairwise({name: range(3) for name in "abcd"})
     assert len(rows) <= 12, "of 81; 9 at least"
     assert rows == pairwise({name: range(3) for name in "abcd"})
 
 
-def test_each_value_that_fails_is_named() -> None:
+def test_each_value_that_fails_is_named():
     @each_row("value, wanted", [(1, 1), (2, 3), (4, 5)])
     def same(value: int, wanted: int) -> None:
         assert value == wanted

@@ -207,9 +207,7 @@ READERS: dict[str, tuple[int, Callable[[Path], Reader]]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_damaged_is_read_or_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_damaged_is_read_or_named(name, tmp_path, monkeypatch, capsys):
     """By one line, and never by a traceback. Warnings of numpy are errors."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     examples, reader = READERS[name]
@@ -256,7 +254,7 @@ def refusal(read: Callable[[Path], Any], path: Path) -> str:
 
 
 @each_row("packed", PACKED)
-def test_a_small_file_that_unpacks_to_a_huge_one(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_that_unpacks_to_a_huge_one(tmp_path, packed, monkeypatch):
     """Of 8 MiB not much more than the limit, 1 MiB here, is in memory, and a message or the report says so."""
     monkeypatch.setenv(LIMIT, str(MOST / 2**30))
     for name, value in {"TAIL_BYTES": 2**18, "TAIL_LINES": 10_000, "_CHUNK": 2**14, "HEAD_LINES": 10_000}.items():
@@ -279,7 +277,7 @@ def test_a_small_file_that_unpacks_to_a_huge_one(tmp_path: Path, packed: str, mo
     assert "not valid JSON" in refusal(read_trace, spaces)
 
 
-def test_links_and_what_is_no_file_stay_what_they_are(tmp_path: Path) -> None:
+def test_links_and_what_is_no_file_stay_what_they_are(tmp_path):
     link, file, pipe = (tmp_path / name for name in ("link", "file", "pipe"))
     link.symlink_to(file)
     write_text(link, "whole")

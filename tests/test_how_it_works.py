@@ -24,7 +24,7 @@ def hand_written() -> list[str]:
     ]
 
 
-def test_every_hand_written_choice_has_a_whole_page() -> None:
+def test_every_hand_written_choice_has_a_whole_page():
     choices = hand_written()
     assert len(choices) >= 9
     index = (PAGES / "README.md").read_text()
@@ -36,7 +36,7 @@ def test_every_hand_written_choice_has_a_whole_page() -> None:
         assert text.index(f"]({drawing}.svg)") < text.index(f"]({choice}.png)"), choice
 
 
-def test_drawings_are_those_of_their_program() -> None:
+def test_drawings_are_those_of_their_program():
     drawings = runpy.run_path(str(PAGES / "draw.py"))["drawings"]()
     assert {path.name: path.read_text() for path in PAGES.glob("*.svg")} == drawings
     for drawing in drawings.values():
@@ -44,7 +44,7 @@ def test_drawings_are_those_of_their_program() -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES.glob("*.md"), PAGES.parent / "glossary.md"], ids=lambda page: page.stem)
-def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+def test_links_and_pictures_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert links
     assert [link for link in links if not (page.parent / link).exists()] == []

@@ -30,7 +30,7 @@ PROGRAMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_each_mistake_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_mistake_is_one_line(name, tmp_path, monkeypatch):
     group = {"program": "ddp-lab", "command": "", "code": 2, "files": {}} | GROUPS[name]
     for path, content in group["files"].items():
         file = tmp_path / path

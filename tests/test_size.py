@@ -27,7 +27,7 @@ def tokens_of(source: str) -> int:
     )
 
 
-def test_tokens() -> None:
+def test_tokens():
     """Of the files that git tracks."""
     listed = subprocess.run(["git", "ls-files", "-z", "*.py"], cwd=ROOT, capture_output=True, text=True)
     names = [name for name in listed.stdout.strip("\0").split("\0") if name and (ROOT / name).exists()]
@@ -41,6 +41,6 @@ def test_tokens() -> None:
     assert not too_large
 
 
-def test_comments_docstrings_and_line_breaks_do_not_count() -> None:
+def test_comments_docstrings_and_line_breaks_do_not_count():
     source = '"""A page."""\n\n\ndef f(x):  # a comment\n    """A line."""\n    return (\n        x\n    )\n'
     assert tokens_of(source) == 10

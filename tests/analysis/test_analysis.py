@@ -43,7 +43,7 @@ def moments(pairs: Any) -> set[int]:
 
 
 @given(grid, grid)
-def test_interval_sets_against_brute_force(first: Any, second: Any) -> None:
+def test_interval_sets_against_brute_force(first, second):
     merged = intervals.union(first)
     assert moments(merged) == moments(first)
     assert (merged[1:, 0] > merged[:-1, 1]).all()
@@ -57,7 +57,7 @@ def test_interval_sets_against_brute_force(first: Any, second: Any) -> None:
 
 
 @each_row("make", [cpu_trace, cuda_trace])
-def test_figures_of_a_trace_worked_out_by_hand(tmp_path: Path, make: Any) -> None:
+def test_figures_of_a_trace_worked_out_by_hand(tmp_path, make):
     """Docstring of `cpu_trace`: two analysed steps; between them nothing runs from t+900 to t+1100.
 
     HTA counts from the first kernel to the last: 100 .. 1900, so 1800 us, of which 1000 compute, 400 exposed and 400
@@ -88,7 +88,7 @@ def gloo_on_cuda(rank: int) -> dict[str, Any]:
     return {**cpu_trace(rank), "traceEvents": device + gloo}
 
 
-def test_communication_that_the_device_does_not_show_is_unknown_not_zero(tmp_path: Path) -> None:
+def test_communication_that_the_device_does_not_show_is_unknown_not_zero(tmp_path):
     analysis = analyse_window(find_windows(write_run(tmp_path, gloo_on_cuda))[0])
     for row in analysis.summary.to_dict("records"):
         assert row["compute_ms"] == 0.5 and row["all_reduce_calls_per_step"] == 1
@@ -96,7 +96,7 @@ def test_communication_that_the_device_does_not_show_is_unknown_not_zero(tmp_pat
     assert "Gloo's CPU threads" in analysis.kind_sentence
 
 
-def test_missing_and_empty_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_and_empty_folders(tmp_path, capsys):
     with pytest.raises(UserError, match="no such folder"):
         find_windows(tmp_path / "nowhere")
     (tmp_path / "x.rank_0.flight.json").write_text("{}")  # of a run that ended before its first window
@@ -121,7 +121,7 @@ def not_shown(page: Path, table: Path) -> set[str]:
     return set(rows[0]) - set(shown)
 
 
-def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path: Path) -> None:
+def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path):
     trace_dir = write_run(tmp_path / "profile" / "x")
     (window,) = find_windows(trace_dir)
     write(trace_dir / f"{window.run_id}.run.json", record_of_eight_steps("x", 0.2))
@@ -138,7 +138,7 @@ def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path: Path) -> Non
     assert "<script>alert" not in text and "r<script>" not in text
 
 
-def test_every_column_is_documented(tmp_path: Path) -> None:
+def test_every_column_is_documented(tmp_path):
     text = (DOCS / "csv-columns.md").read_text()
     for (name, columns), part in zip(CSV_COLUMNS.items(), text.split("\n## ")[1:], strict=True):
         assert name in part.splitlines()[0]
@@ -158,7 +158,7 @@ def test_every_column_is_documented(tmp_path: Path) -> None:
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
-def test_columns_change_with_the_version_of_the_schema() -> None:
+def test_columns_change_with_the_version_of_the_schema():
     """If this fails, raise SCHEMA_VERSION, say in docs/csv-columns.md what changed, and put the new hash here."""
     names = {name: list(columns) for name, columns in CSV_COLUMNS.items()}
     found = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]

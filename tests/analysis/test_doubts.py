@@ -96,7 +96,7 @@ def written(folder: Path, kind: str, change: Callable[[Trace], Any]) -> Path:
 
 
 @each_row(("kind", "case"), [(kind, case) for kind, of_kind in WRONG.items() for case in of_kind])
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, kind: str, case: str) -> None:
+def test_what_is_wrong_is_said_in_one_line(tmp_path, kind, case):
     change, said = WRONG[kind][case]
     try:
         doubts = analyse_window(find_windows(written(tmp_path, kind, change))[0]).doubts
@@ -106,7 +106,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, kind: str, case: str)
     assert pd.Series(doubts).str.contains(said, regex=True).sum() == 1 and found.count("\n") < 3, found
 
 
-def test_it_is_on_the_page_and_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_on_the_page_and_in_the_terminal(tmp_path, capsys):
     """Of both ranks in one line, since they differ only in the number."""
     for rank in range(2):
         trace = good("cuda", rank)
@@ -118,7 +118,7 @@ def test_it_is_on_the_page_and_in_the_terminal(tmp_path: Path, capsys: pytest.Ca
     assert "Doubtful: " in (tmp_path / "reports" / "x" / "summary.html").read_text()
 
 
-def test_a_device_whose_clock_is_behind_is_set(tmp_path: Path) -> None:
+def test_a_device_whose_clock_is_behind_is_set(tmp_path):
     """By 400 us; set by 350, since kernels begin 50 us after their launch."""
     whole = figures(written(tmp_path / "whole", "cuda", lambda trace: None))[0]
     set_right = figures(written(tmp_path / "behind", "cuda", OF_DEVICE["a device's clock"][0]))[0]
@@ -126,7 +126,7 @@ def test_a_device_whose_clock_is_behind_is_set(tmp_path: Path) -> None:
     assert set_right == early != whole
 
 
-def test_a_start_that_a_busy_cpu_records_late_is_no_fault(tmp_path: Path) -> None:
+def test_a_start_that_a_busy_cpu_records_late_is_no_fault(tmp_path):
     """A GPU's times are its own."""
     for kind, name, by in (("cpu", "gloo:", 500), ("cuda", "nccl", 900)):
         late = written(tmp_path / kind, kind, lambda trace, name=name, by=by: shifted(of(trace, name)[:1], by))
@@ -166,7 +166,7 @@ def mutated(kind: str, seed: int) -> Callable[[Trace], Any]:
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.exhaustive)])
-def test_no_figure_changes_without_a_word(tmp_path: Path, count: int) -> None:
+def test_no_figure_changes_without_a_word(tmp_path, count):
     whole = {kind: figures(written(tmp_path / kind, kind, lambda trace: None)) for kind in ("cpu", "cuda")}
     assert whole["cpu"][1] == whole["cuda"][1] == []
 

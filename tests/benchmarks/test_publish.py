@@ -7,11 +7,11 @@ from benchmarks import publish
 from benchmarks.publish import render
 
 
-def test_documents_are_in_step_with_the_data() -> None:
+def test_documents_are_in_step_with_the_data():
     assert render(publish.ROOT, json.loads((publish.ROOT / "docs" / "results.json").read_text()), is_dry=True) == []
 
 
-def test_every_section_is_in_the_results() -> None:
+def test_every_section_is_in_the_results():
     sections = tomllib.loads((publish.ROOT / "benchmarks" / "publish.toml").read_text())
     data = json.loads((publish.ROOT / "docs" / "results.json").read_text())
     assert {name: list(entry["rows"][0]) for name, entry in data.items()} == {

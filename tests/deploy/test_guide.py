@@ -21,7 +21,7 @@ def rows(page: str) -> list[tuple[list[str], list[str]]]:
     return found
 
 
-def test_rules_that_are_named_exist() -> None:
+def test_rules_that_are_named_exist():
     guide, recipes = rows("nccl-environment.md"), rows("gpu.md")
     assert len(guide) > 25 and len(recipes) > 15
     explained = {variable for variables, _ in guide for variable in variables}
@@ -30,7 +30,7 @@ def test_rules_that_are_named_exist() -> None:
         assert not {v for v in variables if v.startswith(("NCCL_", "FI_"))} - explained
 
 
-def test_every_variable_that_a_rule_advises_is_in_the_guide_with_that_rule() -> None:
+def test_every_variable_that_a_rule_advises_is_in_the_guide_with_that_rule():
     """What the doctor tells people to set must be explained, and lead back to the rule."""
     guide = {variable: rules for variables, rules in rows("nccl-environment.md") for variable in variables}
     for rule in RULES.values():

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from torch.distributed.run import config_from_args, parse_args
 
@@ -26,7 +25,7 @@ def trained(torchrun: Any) -> RunConfig:
     return parse_config("", ddp.REGISTRY, arguments=torchrun.training_script_args)
 
 
-def test_commands_in_the_docs() -> None:
+def test_commands_in_the_docs():
     assert len(COMMANDS) == 6
     for command in COMMANDS:
         torchrun = parse_args(shlex.split(command))
@@ -44,7 +43,7 @@ def containers() -> list[dict[str, Any]]:
     return [container for pod in pods for container in pod["containers"]]
 
 
-def test_the_job_starts_torchrun_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_starts_torchrun_on_every_node(monkeypatch):
     """With the variables that the operator sets (v1.9.0: pkg/controller.v1/pytorch/envvar.go and master.go)."""
     replicas = [replica["replicas"] for replica in JOB["spec"]["pytorchReplicaSpecs"].values()]
     per_node = int(JOB["spec"]["nprocPerNode"])
@@ -63,7 +62,7 @@ def test_the_job_starts_torchrun_on_every_node(monkeypatch: pytest.MonkeyPatch) 
         assert config.output_dir in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-def test_sky_starts_torchrun_on_every_node() -> None:
+def test_sky_starts_torchrun_on_every_node():
     """`run` is a shell script: `uv` prints what it is given, instead of running it."""
     nodes, gpus = SKY["num_nodes"], int(SKY["resources"]["accelerators"].split(":")[1])
     given = {"NUM_NODES": nodes, "NODE_RANK": 1, "NUM_GPUS_PER_NODE": gpus, "NODE_IPS": "10.0.0.1\n10.0.0.2"}

@@ -18,7 +18,7 @@ def doctor(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[s
     return run_in_process(script, *arguments, stdin=stdin)
 
 
-def test_verdict_first_then_everything_to_act_on() -> None:
+def test_verdict_first_then_everything_to_act_on():
     answer = doctor(str(DATA / "shm-full" / "2_26.log"))
     assert answer.returncode == 3 and answer.stderr == ""
     lines = answer.stdout.splitlines()
@@ -33,7 +33,7 @@ def test_verdict_first_then_everything_to_act_on() -> None:
     assert places == sorted(places)
 
 
-def test_json_has_what_the_page_documents() -> None:
+def test_json_has_what_the_page_documents():
     answer = doctor("--json", str(DATA / "socket-despite-infiniband" / "with_topology"))
     content = json.loads(answer.stdout)
     assert all(one["commands"] for one in content["findings"][0]["try"])
@@ -47,7 +47,7 @@ def test_json_has_what_the_page_documents() -> None:
     assert json.loads(doctor("--json", str(DATA / "clean" / "gloo.log")).stdout)["verdict"] == "unknown"
 
 
-def test_every_flag_is_documented() -> None:
+def test_every_flag_is_documented():
     section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab doctor`")[1].split("\n## ")[0]
     documented = re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE)
     actions = script.build_parser()._actions
@@ -56,7 +56,7 @@ def test_every_flag_is_documented() -> None:
     )
 
 
-def test_nothing_from_a_file_reaches_the_terminal_as_code(tmp_path: Path) -> None:
+def test_nothing_from_a_file_reaches_the_terminal_as_code(tmp_path):
     """Of a log and of a flight record; nor does either forge a line."""
     warning = "h:1:1 [0] NCCL WARN \x1b]0;title\x07\x1b[2J\x9b31m\u202eDuplicate GPU detected [bold]x[/bold]\n"
     (tmp_path / "evil.log").write_text(warning)
@@ -71,7 +71,7 @@ def test_nothing_from_a_file_reaches_the_terminal_as_code(tmp_path: Path) -> Non
     assert [line for line in answer.stdout.splitlines() if line.startswith("Verdict")] == answer.stdout.splitlines()[:1]
 
 
-def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:
+def test_a_run_folder_with_traces_and_other_files(tmp_path):
     """As a run leaves it. Useless files are skipped without a word."""
     folder = tmp_path / "profile" / "zero3"
     (folder / "rank_0").mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:
     assert answer.returncode == 1 and "has no log, topology, run record or flight-recorder dump" in answer.stderr
 
 
-def test_help_and_reading_need_no_torch() -> None:
+def test_help_and_reading_need_no_torch():
     path = DATA / "clean" / "gloo.log"
     code = f"import runpy, sys; sys.argv = ['ddp-lab', 'doctor', '{path}']\n"
     code += "try: runpy.run_module('ddp_lab', run_name='__main__')\n"

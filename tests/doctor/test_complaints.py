@@ -43,13 +43,13 @@ def complaints_of(log: str, with_rules: bool = False) -> list[Complaint]:
         ("Segmentation fault (core dumped)", "end of a process", "Segmentation fault"),
     ],
 )
-def test_every_wording_is_heard(line: str, kind: str, text: str) -> None:
+def test_every_wording_is_heard(line, kind, text):
     (complaint,) = complaints_of(f"step 1\n{line}\nstep 2")
     assert (complaint.kind, complaint.text) == (kind, text)
     assert complaint.lines[0].number == 2
 
 
-def test_a_traceback_says_where_it_was_raised() -> None:
+def test_a_traceback_says_where_it_was_raised():
     log = """[rank1]: Traceback (most recent call last):
 [rank1]:   File "train.py", line 9, in <module>
 [rank1]:     main()
@@ -74,17 +74,17 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"""
         "Last error: 0.0013",
     ],
 )
-def test_what_is_no_complaint(line: str) -> None:
+def test_what_is_no_complaint(line):
     assert complaints_of(line) == []
 
 
 @each_row("path", sorted(CLEAN.iterdir()))
-def test_clean_inputs_have_only_harmless_warnings(path: Path) -> None:
+def test_clean_inputs_have_only_harmless_warnings(path):
     facts = read_inputs([str(path)]).facts
     assert {complaint.text for complaint in unexplained(facts, [])} <= HARMLESS
 
 
-def test_the_report_begins_with_them(tmp_path: Path) -> None:
+def test_the_report_begins_with_them(tmp_path):
     log = tmp_path / "train.log"
     log.write_text("".join(f"a:1:2 [0] x.cc:1 NCCL WARN Odd {c}\n" for c in "abcdefghijk"))
     answer = run_in_process(script, str(log))
@@ -96,7 +96,7 @@ def test_the_report_begins_with_them(tmp_path: Path) -> None:
     assert len(json.loads(run_in_process(script, str(log), "--json").stdout)["unexplained"]) == 11
 
 
-def test_a_symptom_comes_before_ends_of_processes_and_behind_all_else(tmp_path: Path) -> None:
+def test_a_symptom_comes_before_ends_of_processes_and_behind_all_else(tmp_path):
     """Which may be its cause. Ends that mean the same are one."""
     log = tmp_path / "train.log"
     symptom = "[rank0]: RuntimeError: gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation\n"

@@ -37,14 +37,14 @@ def divergences(*contents: Any) -> list[Any]:
 CALLS = [("all_reduce", 8), ("broadcast", 4), ("all_reduce", 16)]
 
 
-def test_messages_between_stages_are_no_difference() -> None:
+def test_messages_between_stages_are_no_difference():
     """One rank sends what the other receives, and a receive is posted ahead."""
     ranks = [own(rank, [(kind, 8)] * count) for rank, kind, count in ((0, "send", 2), (1, "recv", 3))]
     dumps = [read_dump(f"rank_{rank}.flight.json", content) for rank, content in enumerate(ranks)]
     assert compare(dumps) == [] and [dump.point_to_point for dump in dumps] == [2, 3]
 
 
-def test_groups_of_different_ranks_with_one_name_are_different() -> None:
+def test_groups_of_different_ranks_with_one_name_are_different():
     """As each rank counts the groups that it makes itself."""
     dumps = [torch_dump(rank, "3", ranks, kind) for rank, ranks, kind in ((0, "[0, 1]", "a"), (2, "[2, 3]", "b"))]
     found = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), dumps, strict=True)])
@@ -82,7 +82,7 @@ AHEAD["entries"][2]["state"] = "issued"
         ([own(0, CALLS), own(1, [*CALLS[:2], ("all_reduce", 17)])], ("differ", 3, [0])),
     ],
 )
-def test_where_ranks_diverge(contents: list[Any], expected: Any) -> None:
+def test_where_ranks_diverge(contents, expected):
     assert [(found.what, found.seq, found.ranks) for found in divergences(*contents)] == [expected] * bool(expected)
 
 
@@ -96,7 +96,7 @@ def test_where_ranks_diverge(contents: list[Any], expected: Any) -> None:
         ("3 ranks, group 4", set()),
     ],
 )
-def test_who_is_in_a_group(group: str, members: set[int]) -> None:
+def test_who_is_in_a_group(group, members):
     """The others are not missed in it."""
     contents = [own(rank, CALLS, world=6, last_state="issued") for rank in range(6)]
     for content in contents:
@@ -106,7 +106,7 @@ def test_who_is_in_a_group(group: str, members: set[int]) -> None:
     assert [found.what for found in divergences(*contents)] == ["stuck"]
 
 
-def test_dumps_of_torch_2_15_on_gloo() -> None:
+def test_dumps_of_torch_2_15_on_gloo():
     """Real ones: rank 1 slept while the others reduced; its Gloo dump says nothing true of the groups' members."""
     facts = read_inputs([str(DATA / "rank-behind" / "torch_2_15_gloo")]).facts
     assert [dump.rank for dump in facts.dumps] == [0, 1, 2]
@@ -114,7 +114,7 @@ def test_dumps_of_torch_2_15_on_gloo() -> None:
     assert (found.what, found.seq, found.ranks) == ("behind", 4, [1]) and "default_pg" in found.group
 
 
-def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
+def test_a_pickle_is_never_loaded(tmp_path):
     class Planted:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "loaded",)
@@ -126,7 +126,7 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
         assert not (tmp_path / "loaded").exists()
 
 
-def test_of_a_folder_the_latest_run(tmp_path: Path) -> None:
+def test_of_a_folder_the_latest_run(tmp_path):
     for run, calls in (("20261120-080000-aaaa", CALLS[:1]), ("20261121-080000-aaaa", CALLS)):
         for rank in (0, 1):
             own_calls = calls if rank == 0 or run.startswith("20261121") else []

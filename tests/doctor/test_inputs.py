@@ -5,10 +5,7 @@ import codecs
 import gzip
 import io
 import lzma
-from collections.abc import Callable
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +44,7 @@ def verdict(inputs: Inputs) -> tuple[str, int]:
         lambda text: text.encode() + b"\0" * 5000,
     ],
 )
-def test_packings_and_encodings(write: Callable[[str], bytes], tmp_path: Path) -> None:
+def test_packings_and_encodings(write, tmp_path):
     (tmp_path / "train.log").write_bytes(write(LOG))
     assert verdict(read_inputs([str(tmp_path / "train.log")])) == ("shm-full", 2)
 
@@ -73,7 +70,7 @@ def test_packings_and_encodings(write: Callable[[str], bytes], tmp_path: Path) -
         ("node1:11:12 [0] NCCL INFO ", "node1:11:12 [0] NCCL INFO "),
     ],
 )
-def test_what_a_launcher_puts_before_a_line_is_no_part_of_it(before: str, kept: str) -> None:
+def test_what_a_launcher_puts_before_a_line_is_no_part_of_it(before, kept):
     """But it is quoted; and the rule that needs what the line says finds it."""
     said = "RuntimeError: Cannot re-initialize CUDA in forked subprocess."
     text = to_text("log", f"{before}{said}\n{before}\n{before}Traceback".encode())
@@ -83,7 +80,7 @@ def test_what_a_launcher_puts_before_a_line_is_no_part_of_it(before: str, kept: 
 
 
 @each_row("width", [60, 80, 105])
-def test_wrapped_lines(width: int) -> None:
+def test_wrapped_lines(width):
     """As copied from a terminal: no line is wider than it."""
     lines = ["-" * width, "loss 0.5", *(LINE[i : i + width] for i in range(0, len(LINE), width)), "loss 0.4"]
     text = to_text("log", "\n".join(lines).encode())
@@ -94,7 +91,7 @@ def test_wrapped_lines(width: int) -> None:
 
 
 @given(before=st.integers(0, 3 * LONGEST_LINE))
-def test_long_lines_are_searched_whole(before: int) -> None:
+def test_long_lines_are_searched_whole(before):
     inputs = Inputs()
     take(inputs, "log", io.BytesIO(f"first\n{'x' * before} {LINE}{'y' * 5000}".encode()))
     assert verdict(inputs) == ("shm-full", 2)
@@ -103,7 +100,7 @@ def test_long_lines_are_searched_whole(before: int) -> None:
 
 
 @each_row("pack", [bytes, gzip.compress])
-def test_of_a_huge_file_the_end_is_read(pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_huge_file_the_end_is_read(pack, monkeypatch):
     monkeypatch.setattr(content, "HEAD_BYTES", 4096)
     monkeypatch.setattr(content, "TAIL_BYTES", 8192)
     monkeypatch.setattr(content, "_CHUNK", 1024)

@@ -11,7 +11,7 @@ SEARCHED = [*OF_RULES, *_PATTERNS.values()]
 WITH_TEXTS = [pattern for pattern in SEARCHED if demanded(pattern)[0] and not demanded(pattern)[1]]
 
 
-def test_every_case_is_found_as_by_a_search_in_each_line() -> None:
+def test_every_case_is_found_as_by_a_search_in_each_line():
     text = to_text("log", "\n".join(log for _, log in [*logs("fires"), *logs("silent")]).encode())
     for pattern in WITH_TEXTS:
         assert {line.number for line in text.search(pattern)} == {

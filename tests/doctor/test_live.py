@@ -15,7 +15,7 @@ from ddp_lab.doctor.live.results import Pair, flag_slow_pairs
 ROOT = Path(__file__).parents[2]
 
 
-def test_slow_pairs_are_findings() -> None:
+def test_slow_pairs_are_findings():
     measured = [Pair((0, 1), 1.0), Pair((0, 2), 30.0), Pair((1, 2), 1.0), Pair((0, 3), 40.0, across_hosts=True)]
     (finding,) = diagnose(Facts(slow_pairs=flag_slow_pairs(measured)))
     assert finding.rule.name == "slow-pair"
@@ -23,7 +23,7 @@ def test_slow_pairs_are_findings() -> None:
     assert flag_slow_pairs([Pair((0, 1), 1.0), Pair((0, 2), 9.0), Pair((1, 2), 9.0)]) == []
 
 
-def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_described(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("MASTER_PORT", "abc")
     machine = examine()
@@ -34,7 +34,7 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun() -> None:
+def test_under_torchrun():
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "-m", "ddp_lab"]
     answer = subprocess.run([*launcher, "doctor", "--live", "--json"], cwd=ROOT, capture_output=True, timeout=120)
     live = json.loads(answer.stdout)["live"]

@@ -25,20 +25,20 @@ def logs(kind: str) -> list[tuple[str, str]]:
 
 
 @each_row(("rule", "log"), logs("fires"))
-def test_a_rule_is_the_verdict_on_its_own_lines(rule: str, log: str) -> None:
+def test_a_rule_is_the_verdict_on_its_own_lines(rule, log):
     assert verdicts(log)[:1] == [rule]
 
 
 @each_row(("rule", "log"), logs("silent"))
-def test_what_looks_alike_does_not_fire(rule: str, log: str) -> None:
+def test_what_looks_alike_does_not_fire(rule, log):
     assert rule not in verdicts(log)
 
 
-def test_every_rule_has_a_look_alike() -> None:
+def test_every_rule_has_a_look_alike():
     assert {rule for rule, _ in logs("silent")} == {rule.name for rule in all_rules()} - MEASURED
 
 
-def test_a_rule_on_an_exception_says_which_rank_raised_it_and_where() -> None:
+def test_a_rule_on_an_exception_says_which_rank_raised_it_and_where():
     at = '[rank1]:   File "/app/train.py", line 7, in main'
     raised = "[rank1]: RuntimeError: aten.mm.default: got mixed torch.Tensor and DTensor, need to convert"
     log = "\n".join(["[rank1]: Traceback (most recent call last):", at, raised])
@@ -47,7 +47,7 @@ def test_a_rule_on_an_exception_says_which_rank_raised_it_and_where() -> None:
     assert found[0].details[0].startswith("Rank 1 raised ") and "/app/train.py:7 (main)" in found[0].details[0]
 
 
-def test_an_exception_that_python_ignored_ended_nothing() -> None:
+def test_an_exception_that_python_ignored_ended_nothing():
     removed = ["Exception ignored in: <function Adam.__del__ at 0x7f30>", "Traceback (most recent call last):"]
     removed += ['  File "/app/adam.py", line 91, in __del__', "AttributeError: 'Adam' object has no attribute 'id'"]
     log = ["Traceback (most recent call last):", '  File "/app/train.py", line 7, in main', "KeyError: 'labels'"]
@@ -59,7 +59,7 @@ def test_an_exception_that_python_ignored_ended_nothing() -> None:
 STEPS = [f"step {step} loss {2.5 - step / 100:.3f}" for step in range(120)]
 
 
-def test_a_caught_error_is_not_why_the_job_ended_later_and_a_scheduler_hides_no_cause() -> None:
+def test_a_caught_error_is_not_why_the_job_ended_later_and_a_scheduler_hides_no_cause():
     caught = ["RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "batch size 32 fits", *STEPS]
     ended = ["ValueError: checkpoint is not writable", "exitcode  : 1 (pid: 20)"]
     assert verdicts("\n".join([*caught, *ended]))[0] == "program-exception"

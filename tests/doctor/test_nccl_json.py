@@ -25,7 +25,7 @@ def read(folder: Path, content: str, name: str = "ras.json") -> tuple[Inputs, li
     return inputs, [finding.rule.name for finding in diagnose(inputs.facts)]
 
 
-def test_a_rank_that_answers_without_the_communicator_is_not_gone(tmp_path: Path) -> None:
+def test_a_rank_that_answers_without_the_communicator_is_not_gone(tmp_path):
     """It has destroyed it, or has it not yet."""
     for dead, unresponsive, expected in ((1, 1, 1), (0, 1, 1), (0, 0, 0)):
         answer = changed(considered_dead=bool(dead), unresponsive=bool(unresponsive))
@@ -33,7 +33,7 @@ def test_a_rank_that_answers_without_the_communicator_is_not_gone(tmp_path: Path
         assert found == ["ras-process-gone"] * expected
 
 
-def test_the_inspector_needs_enough_collectives_of_several_ranks(tmp_path: Path) -> None:
+def test_the_inspector_needs_enough_collectives_of_several_ranks(tmp_path):
     assert [finding.rule.name for finding in diagnose(read_inputs([str(one) for one in LOGS[:2]]).facts)]
     assert not diagnose(read_inputs([str(LOGS[1])]).facts), "one rank compares with none"
     for path in LOGS:
@@ -43,7 +43,7 @@ def test_the_inspector_needs_enough_collectives_of_several_ranks(tmp_path: Path)
     assert len(few.facts.timed) == 3 * 8 and not diagnose(few.facts), "a send is not counted"
 
 
-def test_a_line_of_the_inspector_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_a_line_of_the_inspector_that_is_cut_off_is_left_out(tmp_path):
     """Its first line says what a file is."""
     text = LOGS[0].read_text()
     inputs, _ = read(tmp_path, text[:-100], "node1.log")

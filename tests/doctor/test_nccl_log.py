@@ -18,14 +18,14 @@ def parse(*lines: str) -> list[Process]:
     return read_processes([to_text("log", "\n".join(lines).encode())])
 
 
-def test_2_21() -> None:
+def test_2_21():
     zero, one = read("nccl_2_21.log")
     assert (zero.version, zero.network, zero.fabric) == ("2.21.5", "Socket", "Socket")
     assert dict(zero.transports[0, 1]) == {"P2P/CUMEM": 1} and dict(one.transports[1, 0]) == {"SHM": 1}
     assert zero.devices == {0: "0", 1: "1"} and not zero.used("NET/") and zero.gdr is None
 
 
-def test_2_30_with_time_stamps() -> None:
+def test_2_30_with_time_stamps():
     (zero,) = read("nccl_2_30.log")
     assert (zero.host, zero.rank, zero.world_size, zero.version) == ("node-11", 0, 16, "2.30.7")
     assert (zero.fabric, zero.gdr) == ("RoCE", True)
@@ -45,13 +45,13 @@ def test_2_30_with_time_stamps() -> None:
         ("Channel 00/0 : 0[0] -> 8[0] [send] via NET/AWS Libfabric/1/GDRDMA", (0, 8), "NET/AWS"),
     ],
 )
-def test_transports(line: str, pair: tuple[int, int], transport: str) -> None:
+def test_transports(line, pair, transport):
     (process,) = parse(f"h:1:2 [0] NCCL INFO {line}")
     assert list(process.transports) == [pair] and list(process.transports[pair]) == [transport]
     assert process.rank == (pair[1] if "[receive]" in line else pair[0])
 
 
-def test_which_ranks_differ() -> None:
+def test_which_ranks_differ():
     lines = []
     for rank, (version, network, interface) in enumerate([("2.21.5", "IB", "ib0"), ("2.27.3", "Socket", "eth0")] * 2):
         start = f"h{rank}:{rank + 1}:1 [0] NCCL INFO"

@@ -58,7 +58,7 @@ def grade(report: Report, findings: list[Finding]) -> str:
 
 
 @each_row("half", HALVES)
-def test_the_page_counts_what_the_doctor_says(half: str) -> None:
+def test_the_page_counts_what_the_doctor_says(half):
     grades = Counter(grade(report, findings_of(name, report)) for name, report in read(half))
     page = (ROOT / "docs" / "doctor-reports.md").read_text()
     counts = [grades.total(), *(grades[name] for name in GRADES)]
@@ -66,21 +66,21 @@ def test_the_page_counts_what_the_doctor_says(half: str) -> None:
 
 
 @each_row("half", HALVES)
-def test_reports_name_their_thread_and_rules(half: str) -> None:
+def test_reports_name_their_thread_and_rules(half):
     names = {rule.name for rule in all_rules()}
     for name, report in read(half):
         assert report.source.startswith("https://") and report.conclusion and report.log.strip(), name
         assert {*report.right, *report.partly} <= names and not {*report.right} & {*report.partly}, name
 
 
-def test_no_false_alarm_in_healthy_logs() -> None:
+def test_no_false_alarm_in_healthy_logs():
     healthy = read("healthy")
     assert len(healthy) >= 30
     assert [name for name, report in healthy if findings_of(name, report)] == []
 
 
 @each_row("half", HALVES)
-def test_no_wrong_verdict_is_certain(half: str) -> None:
+def test_no_wrong_verdict_is_certain(half):
     for name, report in read(half):
         findings = findings_of(name, report)
         assert grade(report, findings) != "wrong" or findings[0].rule.how_sure != "certain", name

@@ -34,7 +34,7 @@ def findings(*paths: Path) -> list[Finding]:
 
 
 @each_row("case", CASES)
-def test_own_input_gives_the_right_verdict(case: Path) -> None:
+def test_own_input_gives_the_right_verdict(case):
     found = findings(case)
     assert found[0].rule.name == case.parent.name
     assert found[0].lines, "a verdict quotes what it rests on"
@@ -45,12 +45,12 @@ def test_own_input_gives_the_right_verdict(case: Path) -> None:
 
 
 @each_row("case", CLEAN)
-def test_clean_input_is_unknown(case: Path) -> None:
+def test_clean_input_is_unknown(case):
     assert findings(case) == []
 
 
 @each_row("rule", all_rules())
-def test_every_pattern_and_predicate_is_tried(rule: object) -> None:
+def test_every_pattern_and_predicate_is_tried(rule):
     """A pattern that matches none of its rule's inputs, or a predicate that sees nothing in them, would be untested."""
     if rule.name in MEASURED:
         return
@@ -65,7 +65,7 @@ def test_every_pattern_and_predicate_is_tried(rule: object) -> None:
         assert any(PREDICATES[rule.predicate](facts) for facts in cases)
 
 
-def test_rules_are_complete() -> None:
+def test_rules_are_complete():
     names = [rule.name for rule in all_rules()]
     assert len(set(names)) == len(names) and {path.name for path in DATA.iterdir()} - OTHERS <= set(names)
     assert {rule.predicate for rule in all_rules()} - {None} == set(PREDICATES)
@@ -81,7 +81,7 @@ def test_rules_are_complete() -> None:
         assert rule.to_try
 
 
-def test_logs_of_hip_get_tools_of_hip() -> None:
+def test_logs_of_hip_get_tools_of_hip():
     facts = Facts([to_text("log", b"[rank0]: RuntimeError: HIP error: invalid device ordinal")])
     commands = [command for rule in all_rules() for _, of in advice(rule, facts) for command in of]
     assert not [command for command in commands if re.search("nvidia-smi|CUDA_VISIBLE|compute-sanitizer", command)]
@@ -89,7 +89,7 @@ def test_logs_of_hip_get_tools_of_hip() -> None:
     assert finding.rule.name == "invalid-device" and "rocm-smi -i;" in dict(advice(finding.rule, facts))["Try"][0]
 
 
-def test_the_guide_lists_the_rules() -> None:
+def test_the_guide_lists_the_rules():
     page = (DOCS / "hangs.md").read_text()
     rows = re.findall(r"^\| `([^`]+)` \| (.*) \| (\w+) \| ([\w-]+) \|$", page, re.MULTILINE)
     assert rows == [(rule.name, rule.verdict, rule.kind, rule.confidence or "-") for rule in all_rules()]
@@ -99,7 +99,7 @@ def test_the_guide_lists_the_rules() -> None:
 
 
 @each_row("with_topology", [True, False])
-def test_p2p_across_numa_never_from_topology_alone(with_topology: bool) -> None:
+def test_p2p_across_numa_never_from_topology_alone(with_topology):
     """The same topology, and the same channels, without a hang in the first collectives: nothing."""
     case = DATA / "p2p-across-numa" / "case"
     log = "\n".join(line for line in (case / "nccl.log").read_text().splitlines() if "Watchdog" not in line)
@@ -112,7 +112,7 @@ def test_p2p_across_numa_never_from_topology_alone(with_topology: bool) -> None:
     assert [finding.rule.name for finding in found] == ["watchdog-timeout"]
 
 
-def test_a_rule_before_the_symptoms_that_follow_from_it() -> None:
+def test_a_rule_before_the_symptoms_that_follow_from_it():
     paths = [DATA / "gpu-off-the-bus" / "dmesg.txt", DATA / "watchdog-timeout", DATA / "peer-closed"]
     names = [found.rule.name for found in findings(*paths)]
     assert names == ["gpu-off-the-bus", "watchdog-timeout", "peer-closed"]
@@ -151,7 +151,7 @@ def machine(**changes: object) -> Machine:
         ({"memlock_bytes": 2**23, "infiniband": []}, []),
     ],
 )
-def test_rules_about_this_machine(changes: dict[str, object], expected: list[str]) -> None:
+def test_rules_about_this_machine(changes, expected):
     assert [finding.rule.name for finding in diagnose(Facts(machine=machine(**changes)))] == expected
 
 
@@ -166,7 +166,7 @@ BY_RULE = [compiled((*r.patterns, *r.unless, *r.explains)) for r in all_rules()]
 
 
 @each_row("patterns", [*BY_RULE, *([each] for each in OTHER_PATTERNS)])
-def test_no_pattern_explodes(patterns: list[re.Pattern[str]]) -> None:
+def test_no_pattern_explodes(patterns):
     """Long lines made of what a pattern begins with, repeated, must not take more than a moment."""
     starts = [
         "2024-01-01 00:00:00123456: ",

@@ -52,7 +52,7 @@ def lines_run(part: str, log: str, ranks: int, is_one_file: bool) -> int:
         ("predicates", "Traceback (most recent call last):\nRuntimeError: NCCL aborted\n" + FAILED, False),
     ],
 )
-def test_work_grows_with_the_ranks(part: str, log: str, is_one_file: bool) -> None:
+def test_work_grows_with_the_ranks(part, log, is_one_file):
     lines_run(part, log, 2, is_one_file)  # what is kept of patterns
     few, some, many = (lines_run(part, log, ranks, is_one_file) for ranks in (50, 100, 200))
     assert (many - some) / (some - few) < 2.4, "2 if it grows as the ranks do, 4 if as their square"

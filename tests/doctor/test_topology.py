@@ -20,7 +20,7 @@ NIC Legend:
 """
 
 
-def test_nearest_card_and_pairs_across_numa_nodes() -> None:
+def test_nearest_card_and_pairs_across_numa_nodes():
     (topology,) = find_topologies(to_text("topo", DGX.encode()))
     assert topology.best_nics("GPU0") == ["mlx5_bond_0", "mlx5_0"]  # as near, but bonded
     assert topology.best_nics("GPU1") == ["mlx5_bond_0"]

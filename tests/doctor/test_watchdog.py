@@ -42,12 +42,12 @@ def verdict(*lines: str) -> Finding:
     return diagnose(facts_of(*lines))[0]
 
 
-def test_rank_of_the_job_and_group() -> None:
+def test_rank_of_the_job_and_group():
     (timeout,) = facts_of(gave_up(5, 40, "ALLREDUCE", local=1), status(5, "3(mesh_tp)", 40, 41, local=1)).timeouts
     assert (timeout.rank, timeout.in_job, timeout.group, timeout.seq) == (5, True, "3(mesh_tp)", 40)
 
 
-def test_different_collectives_in_one_group() -> None:
+def test_different_collectives_in_one_group():
     lines = [gave_up(0, 40, "ALLREDUCE"), status(0, "0(default_pg)", 40, 40)]
     finding = verdict(*lines, gave_up(1, 40, "BROADCAST"), status(1, "0(default_pg)", 40, 40))
     assert finding.rule.name == "different-collectives"
@@ -66,14 +66,14 @@ def test_different_collectives_in_one_group() -> None:
         (("GATHER", 8), ("GATHER", 24), ("0(default_pg)", "0(default_pg)")),
     ],
 )
-def test_what_is_no_different_collective(one: tuple[str, int], other: tuple[str, int], groups: tuple[str, str]) -> None:
+def test_what_is_no_different_collective(one, other, groups):
     lines = []
     for rank, ((kind, elements), group) in enumerate(zip((one, other), groups, strict=True)):
         lines += [gave_up(rank, 40, kind, elements=elements), status(rank, group, 40, 40)]
     assert [finding.rule.name for finding in diagnose(facts_of(*lines))] == ["watchdog-timeout"]
 
 
-def test_what_was_issued_as_one_is_named_by_its_elements() -> None:
+def test_what_was_issued_as_one_is_named_by_its_elements():
     gather = gave_up(0, 40, "COALESCED").replace("NumelOut=8", "NumelOut=32")
     finding = verdict(gather, status(0, "0(default_pg)", 40, 40))
     assert (
@@ -83,7 +83,7 @@ def test_what_was_issued_as_one_is_named_by_its_elements() -> None:
     assert verdict(gather, status(0, "0(default_pg)", 40, 40), *other).rule.name == "different-collectives"
 
 
-def test_a_rank_is_behind_what_ran_out_of_time() -> None:
+def test_a_rank_is_behind_what_ran_out_of_time():
     group = "0(default_pg)"
     lines = [
         gave_up(0, 57, "ALLREDUCE"),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "one_gpu.ipynb"
 
 
-def test_flags_go_with_the_gpu() -> None:
+def test_flags_go_with_the_gpu():
     """The cell that asks torch, with the answers of a CPU, a T4 and an H100."""
     cells = nbformat.read(NOTEBOOK, as_version=4).cells
     assert not any(cell.get("outputs") for cell in cells), "it is kept without outputs"
@@ -30,7 +30,7 @@ def test_flags_go_with_the_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_on_a_cpu(tmp_path, monkeypatch):
     """As a newcomer's Jupyter runs it, in a folder of its own; uv takes the environment of the tests."""
     (tmp_path / "examples").mkdir()
     for name in ("main_ddp.py", "pyproject.toml"):

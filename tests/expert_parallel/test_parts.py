@@ -14,7 +14,7 @@ from expert_parallel.experts import grouped, products
 from expert_parallel.router import Router
 
 
-def test_the_grouped_kernel_computes_as_the_loop() -> None:
+def test_the_grouped_kernel_computes_as_the_loop():
     """The third expert has no rows: its gradient is zero, not none."""
     lengths = [3, 5, 0, 4]
     made = []
@@ -33,9 +33,7 @@ def test_the_grouped_kernel_computes_as_the_loop() -> None:
 
 
 @pytest.mark.parametrize(("inputs", "is_aligned"), [(16, True), (10, False)])
-def test_the_kernel_takes_rows_of_a_multiple_of_16_bytes(
-    inputs: int, is_aligned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_takes_rows_of_a_multiple_of_16_bytes(inputs, is_aligned, monkeypatch):
     kernel = mock.Mock(side_effect=grouped)
     monkeypatch.setattr(of_experts, "has_kernel", lambda device: True)
     monkeypatch.setattr(of_experts, "grouped", kernel)
@@ -44,7 +42,7 @@ def test_the_kernel_takes_rows_of_a_multiple_of_16_bytes(
     assert made.unique().item() == inputs and kernel.called == is_aligned
 
 
-def test_the_report_shows_who_gets_how_many_tokens() -> None:
+def test_the_report_shows_who_gets_how_many_tokens():
     """Two layers of three experts. A step before the run resumed is not known."""
     load = [[[6, 3, 3], [4, 4, 4]], [[3, 3, 6], [12, 0, 0]]]
     assert experts_section(None) == experts_section({"step_expert_tokens": None}) == []
@@ -55,7 +53,7 @@ def test_the_report_shows_who_gets_how_many_tokens() -> None:
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
-def test_a_bias_decides_over_the_choice_and_not_over_the_weight(sigmoid: bool) -> None:
+def test_a_bias_decides_over_the_choice_and_not_over_the_weight(sigmoid):
     weight = nn.Parameter(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
     hidden = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     balance = Balance(0.0, 0.1, dist.group.WORLD)

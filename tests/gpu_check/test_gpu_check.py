@@ -33,7 +33,7 @@ def raising(error: Exception) -> Part:
     return Part("broken", look)
 
 
-def test_a_part_that_fails_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_fails_stops_no_other(tmp_path, capsys):
     """And the page tells what a failed command said."""
     says = "print('an early error'); print(*range(90), sep='\\n'); print('last line'); raise SystemExit(1)"
 
@@ -52,7 +52,7 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path, capsys: pytest.Capture
     assert "good.txt" not in report and report.count("bad.txt:") == 1
 
 
-def test_a_command_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
+def test_a_command_that_takes_too_long_leaves_no_process(tmp_path):
     """Its children neither, in sessions of their own, as torchrun's ranks are."""
     child = [sys.executable, "-c", "import time; time.sleep(600)"]
     says = f"import subprocess as s; c = s.Popen({child}, start_new_session=True); print(c.pid, flush=True); c.wait()"
@@ -71,7 +71,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update")
 
@@ -104,7 +104,7 @@ class OneCard(Pretended):
         return '{"class": "ProcessGroupNCCL2", "nccl": "2.30.7", "simple_ddp": "pretended"}\n'
 
 
-def test_two_ranks_on_one_card_do_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_card_do_every_part(tmp_path, monkeypatch):
     def properties(index: int) -> Any:
         if index:
             raise AssertionError("Invalid device id")
@@ -129,7 +129,7 @@ def test_two_ranks_on_one_card_do_every_part(tmp_path: Path, monkeypatch: pytest
     )
 
 
-def test_every_part_is_documented() -> None:
+def test_every_part_is_documented():
     text = (ROOT / "docs" / "gpu.md").read_text()
     missing = [part for part in command.PARTS if f"| `{part}` |" not in text]
     assert not missing
@@ -143,7 +143,7 @@ def test_every_part_is_documented() -> None:
         pytest.param(",".join(command.PARTS), marks=pytest.mark.exhaustive),
     ],
 )
-def test_parts_on_ranks(tmp_path: Path, parts: str) -> None:
+def test_parts_on_ranks(tmp_path, parts):
     """As a user would run them. All take ten minutes on two cores that do nothing else; the limit is for a hang."""
     started = [sys.executable, "-m", "ddp_lab", "check-gpu", "--only", parts, "--output-dir", str(tmp_path / "out")]
     started += ["--cpu", "--share-gpu", "2"]

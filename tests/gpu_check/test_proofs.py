@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ddp_lab.gpu_check import proofs
@@ -16,7 +15,7 @@ from tests.tables import each_row
     ("in_steps", "in_race", "how"),
     [("", "CSAN detected", PASS), ("", "", FAIL), ("CSAN detected", "CSAN detected", FAIL)],
 )
-def test_the_sanitizer_must_find_the_planted_race_alone(in_steps: str, in_race: str, how: str, tmp_path: Path) -> None:
+def test_the_sanitizer_must_find_the_planted_race_alone(in_steps, in_race, how, tmp_path):
     class Watched(Pretended):
         def answer(self, log: str, command: Sequence[str]) -> str:
             return f'{in_race if "race" in command else in_steps}\n{{"zero1": 1.0}}\n'
@@ -38,7 +37,7 @@ SEEN = {"ranks.py:9": 8}
         ({"pytorch_ddp": "ValueError: planted"}, SEEN, FAIL, "pytorch_ddp: ValueError: planted"),
     ],
 )
-def test_waits_are_judged(found: dict[str, Any], planted: Any, how: str, says: str, tmp_path: Path) -> None:
+def test_waits_are_judged(found, planted, how, says, tmp_path):
     class Waiting(Pretended):
         def answer(self, log: str, command: Sequence[str]) -> str:
             return json.dumps({proofs.PLANTED: planted} if "planted_wait" in command else found)

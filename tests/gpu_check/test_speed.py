@@ -1,9 +1,5 @@
 """What is measured on GPUs: how it is asked for with any number of ranks, and judged by what would be measured."""
 
-from pathlib import Path
-
-import pytest
-
 import ddp
 from ddp_lab.gpu_check import proofs, speed
 from ddp_lab.gpu_check.parts import PASS
@@ -14,7 +10,7 @@ from tests.tables import each_row
 
 
 @each_row("size", range(1, 9))
-def test_batches_fit_any_number_of_ranks(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_fit_any_number_of_ranks(size, tmp_path, monkeypatch):
     monkeypatch.setattr(proofs, "newest_record", lambda folder: {"train_loss": [1.0]})
     machine = Pretended(size, size, tmp_path, is_quick=False)
     assert proofs.resume(machine).how == PASS
@@ -41,6 +37,6 @@ def check_row(unit: str, result: str) -> dict[str, str]:
         ([], "nothing was checked in bytes and calls/step"),
     ],
 )
-def test_a_run_that_nobody_checked_is_no_pass(checks: list[dict[str, str]], says: str) -> None:
+def test_a_run_that_nobody_checked_is_no_pass(checks, says):
     problem = speed.problem_of(checks, {"bytes", "calls/step"})
     assert problem.startswith(says) and bool(problem) == bool(says)

@@ -1,14 +1,13 @@
 """Every mutant can still be planted (`tests/mutants/run.py`): who changes its lines carries it along."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.mutants.patches import FOLDER, ROOT, Mutant
 
 
-def test_each_applies_and_compiles() -> None:
+def test_each_applies_and_compiles():
     files = sorted(FOLDER.glob("*.patch"))
     assert [file.name[:2] for file in files] == [f"{number:02}" for number in range(1, 41)]
     for file in files:
@@ -20,7 +19,7 @@ def test_each_applies_and_compiles() -> None:
         subprocess.run(["git", "apply", "--check", file], cwd=ROOT, check=True)
 
 
-def test_a_patch_that_fits_no_more_is_refused(tmp_path: Path) -> None:
+def test_a_patch_that_fits_no_more_is_refused(tmp_path):
     file = tmp_path / "01-plus.patch"
     file.write_text("# Wrong.\n# tests: tests\n--- a/x.py\n+++ b/x.py\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n")
     assert Mutant.read(file).applied("a\nb\n") == "a\nc\n"

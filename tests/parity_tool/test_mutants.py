@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -52,7 +51,7 @@ COMMANDS = RUNS["commands"]
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUNS["mutants"])
-def test_is_found(name: str, tmp_path: Path) -> None:
+def test_is_found(name, tmp_path):
     mutant = next(one for one in all_mutants() if one.name == name)
     for room in ROOMS:
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))

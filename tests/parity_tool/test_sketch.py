@@ -20,7 +20,7 @@ shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
 @settings(max_examples=30)
 @given(shapes, st.integers(0, 2), st.integers(1, 6), st.integers(0, 1000))
-def test_blocks_add_up_to_the_whole(shape: list[int], dimension: int, cut: int, seed: int) -> None:
+def test_blocks_add_up_to_the_whole(shape, dimension, cut, seed):
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     dimension = min(dimension, len(shape) - 1)
     total, offset = torch.zeros_like(of_tensor(whole)), 0
@@ -32,7 +32,7 @@ def test_blocks_add_up_to_the_whole(shape: list[int], dimension: int, cut: int, 
     torch.testing.assert_close(total, of_tensor(whole), rtol=1e-10, atol=1e-10)
 
 
-def test_a_sketch_is_linear_and_knows_the_norm() -> None:
+def test_a_sketch_is_linear_and_knows_the_norm():
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(3, 5000, generator=generator, dtype=torch.float64) for _ in range(2))
     sum_of = of_rows(a)[:, :SIZE] - 2 * of_rows(b)[:, :SIZE]
@@ -42,7 +42,7 @@ def test_a_sketch_is_linear_and_knows_the_norm() -> None:
     assert 0.5 < float(many.std()) / 999 / (2 / SIZE) ** 0.5 < 2
 
 
-def test_fingerprints_tell_samples_apart_and_forgive_filling() -> None:
+def test_fingerprints_tell_samples_apart_and_forgive_filling():
     words = torch.tensor([[1, 2, 3, 0], [1, 2, 3, 0], [3, 2, 1, 0], [1, 2, 4, 0]])
     keys = fingerprints([words]).tolist()
     assert keys[0] == keys[1]
@@ -52,7 +52,7 @@ def test_fingerprints_tell_samples_apart_and_forgive_filling() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 3), (16, 8, 3), (128, 8), (128, 3), (16, 8)])
-def test_rows_are_those_of_samples(shape: tuple[int, ...]) -> None:
+def test_rows_are_those_of_samples(shape):
     """8 samples of 16 tokens: along either dimension, or all tokens in one, beside as many features as samples."""
     batches = MicroBatches(in_pipeline=False)
     batches.begin([torch.arange(128).view(8, 16)], {})
@@ -63,7 +63,7 @@ def test_rows_are_those_of_samples(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("mask", [[1, 1, 1], [1, 1, 0]])
-def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask: list[int]) -> None:
+def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask):
     """Of two ranks that cut three tokens and one that fills them up: the early and the late one, and those between."""
     layout, counted = Layout(2, zigzag=True), []
     for rank in (0, 1):
@@ -76,7 +76,7 @@ def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask: list[int]) -> N
 
 
 @pytest.mark.parametrize(("error", "is_noise"), [(1.0, True), (0.0, False)])
-def test_an_update_is_forgiven_only_where_its_gradient_is(error: float, is_noise: bool) -> None:
+def test_an_update_is_forgiven_only_where_its_gradient_is(error, is_noise):
     def quantity(kind: str, name: str, norm: float, error: float) -> Quantity:
         return Quantity(0, kind, name, 0, {(0, 0): error}, {(0, 0): 1.0}, {(0, 0): 0.0}, norm=norm, limit=1e-5)
 

@@ -46,7 +46,7 @@ def require_whole(lists: list[list[Action]], shape: Shape) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(shape=shapes, chunks=st.integers(2, 4))
-def test_every_schedule_on_paper(name: str, shape: Shape, chunks: int) -> None:
+def test_every_schedule_on_paper(name, shape, chunks):
     if name == "interleaved":
         shape = shape._replace(stages_per_rank=chunks)
     lists = lists_of(SCHEDULES[name], shape)
@@ -59,7 +59,7 @@ def test_every_schedule_on_paper(name: str, shape: Shape, chunks: int) -> None:
 
 
 @given(shape=shapes)
-def test_what_is_in_flight(shape: Shape) -> None:
+def test_what_is_in_flight(shape):
     held = {
         name: [most_in_flight(of_rank) for of_rank in lists_of(SCHEDULES[name], shape)]
         for name in ("gpipe", "1f1b", "zb-h1")
@@ -70,7 +70,7 @@ def test_what_is_in_flight(shape: Shape) -> None:
 
 
 @given(shape=shapes, chunks=st.integers(2, 4), rounds=st.integers(1, 3))
-def test_what_is_in_flight_interleaved(shape: Shape, chunks: int, rounds: int) -> None:
+def test_what_is_in_flight_interleaved(shape, chunks, rounds):
     shape = Shape(shape.ranks, shape.ranks * rounds, chunks)
     passes = shape.micro_batches * chunks
     for rank, actions in enumerate(lists_of(SCHEDULES["interleaved"], shape)):
@@ -78,7 +78,7 @@ def test_what_is_in_flight_interleaved(shape: Shape, chunks: int, rounds: int) -
         assert most_in_flight(actions) == min(wanted, passes)
 
 
-def test_the_checks_find_what_they_look_for() -> None:
+def test_the_checks_find_what_they_look_for():
     shape = Shape(2, 2)
     first, second = lists_of(SCHEDULES["1f1b"], shape)
     backward_first = [first[-1], *first[:-1]]

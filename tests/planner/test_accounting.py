@@ -31,7 +31,7 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Their experts are one module for each layer."""
 
 
-def test_zero_table() -> None:
+def test_zero_table():
     """Rajbhandari et al., figure 1: 7.5 B parameters, 64 ranks, K = 12."""
     in_gb = {stage: sum(state_bytes(7.5e9, 64, stage, "mixed").values()) / 1e9 for stage in STAGES}
     assert {stage: f"{held:.1f}" for stage, held in in_gb.items()} == {
@@ -43,7 +43,7 @@ def test_zero_table() -> None:
     assert [formula(stage, "mixed") for stage in STAGES] == ["16", "4 + 12/N", "2 + 14/N", "16/N"]
 
 
-def test_ranks_that_a_large_model_needs() -> None:
+def test_ranks_that_a_large_model_needs():
     """126 pairs of linear layers of 16384 and 53248 features: 819 GiB of fp32 weights, as much of gradients, twice for
     Adam; 41 devices of 80 GiB hold these states."""
     parameters = 126 * 2 * 16384 * 53248
@@ -54,12 +54,12 @@ def test_ranks_that_a_large_model_needs() -> None:
 
 
 @each_row(("stage", "shards"), STAGES.items())
-def test_states_are_those_that_runs_are_held_against(stage: str, shards: tuple[str, ...]) -> None:
+def test_states_are_those_that_runs_are_held_against(stage, shards):
     assert state_bytes(1000, 4, stage, "fp32") == expected_state_bytes(ModelSize(1000, 1000, 4000, 4000), 4, shards)
 
 
 @each_row("name", models.table())
-def test_published_models(name: str) -> None:
+def test_published_models(name):
     """Each built-in shape has as many parameters as the published model; the formula counts the classifier's."""
     model = models.table()[name]
     assert model.parameters is not None
@@ -113,7 +113,7 @@ def kept_bytes(module: nn.Module, samples: int, tokens: int, precision: str) -> 
 
 @each_row("precision", PRECISIONS)
 @each_row(("samples", "kv_heads"), [(1, 2), (3, 2), (3, 4)])
-def test_activation_terms_are_what_autograd_keeps(precision: str, samples: int, kv_heads: int) -> None:
+def test_activation_terms_are_what_autograd_keeps(precision, samples, kv_heads):
     """But for a few numbers a sample, at the head."""
     module = llama(kv_heads)
     kept = kept_bytes(module, samples, TOKENS, precision)
@@ -148,7 +148,7 @@ PRECISION_AND_CHUNKS = (("fp32", 1), ("bf16", 1), ("bf16-true", 4))
         ("qwen2", "bf16", 1, 32),  # so that the gradient of a tied embedding is
     ],
 )
-def test_a_language_model_takes_what_its_formulas_say(type: str, precision: str, chunks: int, tokens: int) -> None:
+def test_a_language_model_takes_what_its_formulas_say(type, precision, chunks, tokens):
     """Within 1 % of the peak of a simulated step of two micro-batches."""
     config = {**({} if type == "gpt2" else SIZES), **LANGUAGE[type], "vocab_size": 4000}
     model = models.Model("tiny", type, config, task=CAUSAL_LM)
@@ -164,7 +164,7 @@ def test_a_language_model_takes_what_its_formulas_say(type: str, precision: str,
     assert held == pytest.approx(peak, rel=0.01)
 
 
-def test_parameters_that_are_cast() -> None:
+def test_parameters_that_are_cast():
     """The table of docs/how-it-works/mixed_precision.md."""
     found = {stage: formula(stage, "fp32", casts=True) for stage in ("zero1", "zero2", "zero3")}
     assert found == {"zero1": "6 + 12/N", "zero2": "2 + 16/N", "zero3": "16/N"}

@@ -19,7 +19,7 @@ def check(path: Path, text: str, capsys: pytest.CaptureFixture[str], *more: str)
     return capsys.readouterr().out
 
 
-def test_measured_and_planned_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_and_planned_stand_side_by_side(tmp_path, capsys):
     """A compiled step takes no longer, and the worst comes with its reason."""
     fused = ROW.replace("mine", "fused") + 'compiled = true\ndiffers = "all"\n'
     said = check(tmp_path / "t.toml", ROW + fused, capsys)
@@ -34,6 +34,6 @@ def test_measured_and_planned_stand_side_by_side(tmp_path: Path, capsys: pytest.
     assert "fused" not in check(tmp_path / "t.toml", ROW + fused, capsys, "--rows", "mine")
 
 
-def test_the_published_rows_can_be_planned() -> None:
+def test_the_published_rows_can_be_planned():
     rows = check_command.read(check_command.TABLE)
     assert len(rows) == 15 and all(check_command.task_of(name, row) for name, row in rows.items())

@@ -1,7 +1,6 @@
 """Plans on meshes: which there are, which are left out and why, and the command as a user runs it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -39,7 +38,7 @@ TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--
         ("2x3xL4", ["dp=6", "replicate=2,shard=3", "dp=2,tp=3", "pp=2,tp=3", "dp=2,pp=3", "pp=6"]),
     ],
 )
-def test_meshes_of_a_cluster(gpus: str, meshes: list[str]) -> None:
+def test_meshes_of_a_cluster(gpus, meshes):
     cluster = hardware.cluster(gpus, "pcie4", "ndr" if gpus.count("x") > 1 else None)
     found = list(all_meshes(cluster))
     assert [str(mesh) for mesh in found] == meshes
@@ -47,7 +46,7 @@ def test_meshes_of_a_cluster(gpus: str, meshes: list[str]) -> None:
         mesh.require_ranks(cluster.world_size, cluster.ranks_per_node)
 
 
-def test_a_mixture_has_meshes_of_its_own() -> None:
+def test_a_mixture_has_meshes_of_its_own():
     """Eight experts, and four heads. What only tp cuts has no plan, but with ep it has."""
     large = replace(case("2x4xL4", batch=16), model=models.find("sample-moe"))
     found, left_out = on_all_meshes(large, {})
@@ -60,7 +59,7 @@ def test_a_mixture_has_meshes_of_its_own() -> None:
         required(replace(case("3xL4", batch=6), model=large.model, config=both.config.but(mesh="ep=3")))
 
 
-def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
+def test_meshes_that_do_not_fit_are_left_out_with_the_reason():
     """SmolLM2-135M has 9 heads; 8 samples are 2 micro-batches of 1 on each of 4 ranks, but not on each of 8."""
     found, left_out = on_all_meshes(case("4xL4"), {})
     assert [str(one.mesh) for one in found] == ["dp=4", "dp=2,pp=2", "pp=4"] and found[0].micro_batch_size == 1
@@ -86,7 +85,7 @@ def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
         on_all_meshes(replace(large, model=models.from_sizes(64, 96, 1, 1, 1, 50)), {})
 
 
-def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it() -> None:
+def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it():
     """Its step takes at least so long, and is not the fastest. Nothing is left out where nothing else fits."""
     few = case("4xL4", batch=64)
     made = replace(few, model=models.from_sizes(256, 1024, 4, 4, 4, 50), costs=costs_of(few.cluster, "fp32"))
@@ -108,7 +107,7 @@ def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it() -> None
 
 
 @each_row(("layers", "left_out"), [(4, ""), (8, "simple_ddp@dp4: "), (40, "simple_ddp@dp4, tp@dp2-pp2: ")])
-def test_what_cannot_fit_is_left_out(layers: int, left_out: str) -> None:
+def test_what_cannot_fit_is_left_out(layers, left_out):
     """Layers of 0.2 billion parameters. Of 40 nothing fits, and the leanest are kept."""
     few = replace(case("4xL4", batch=64), model=models.from_sizes(4096, 11008, layers, 1, 1, 50))
     names = {"dp=4": ("simple_ddp", "zero3"), "dp=2,pp=2": ("tp", "zero3"), "pp=4": ("tp",)}
@@ -117,7 +116,7 @@ def test_what_cannot_fit_is_left_out(layers: int, left_out: str) -> None:
     assert "".join(lines).startswith(left_out) and len(kept) == 5 - left_out.count("@") and len(lines) == bool(left_out)
 
 
-def test_plan_of_all_meshes(tmp_path: Path) -> None:
+def test_plan_of_all_meshes(tmp_path):
     """Larger parts of the model are on each rank of dp=4 than of tp=4, and the table and the reasons name meshes."""
     files = ["--csv", str(tmp_path / "plan.csv"), "--jobs", "1"]
     flags = ["--heads", "2", "--choices", "zero1,pytorch_tp", "--mesh", "auto", "--sequence-parallel"]
@@ -136,7 +135,7 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_found_where_nothing_else_fits() -> None:
+def test_a_pipeline_is_found_where_nothing_else_fits():
     """Replicas of 1.9 billion parameters do not fit, and one head cannot be cut."""
     sizes = ["--d-model", "8192", "--d-ff", "28672", "--layers", "2", "--heads", "1", "--vocab", "50"]
     where = ["--gpus", "2xL4", "--link", "pcie4", "--choices", "simple_ddp", "--mesh", "auto", "--jobs", "1"]

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -29,14 +28,14 @@ from tests.tables import each_row
         ("", None),
     ],
 )
-def test_the_beginning_of_a_name_is_enough_where_it_is_unique(name: str, known: str | None) -> None:
+def test_the_beginning_of_a_name_is_enough_where_it_is_unique(name, known):
     try:
         assert models.find(name).name == known
     except UserError:
         assert known is None
 
 
-def test_a_language_model_is_that_of_the_runner(tmp_path: Path) -> None:
+def test_a_language_model_is_that_of_the_runner(tmp_path):
     """With tied embeddings and without, on whole sequences of one document."""
     for is_tied in (True, False):
         shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -59,7 +58,7 @@ def test_a_language_model_is_that_of_the_runner(tmp_path: Path) -> None:
     assert plans(**batch).loss.isfinite() and plans(**batch).logits.shape == (2, 7, 90)
 
 
-def test_batches_are_those_of_the_runner() -> None:
+def test_batches_are_those_of_the_runner():
     first, _ = models.find("SmolLM2-135M").micro_batches(2, 3, 7)
     shapes = {name: tuple(tensor.shape) for name, tensor in first.items()}
     assert shapes == {"input_ids": (3, 7), "attention_mask": (3, 7), "labels": (3,)}

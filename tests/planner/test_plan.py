@@ -50,7 +50,7 @@ def elements(*_: object) -> float:
     return torch.ones(2**20).sum().item()
 
 
-def test_simulations_of_a_process_that_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulations_of_a_process_that_has_threads(monkeypatch):
     """A long sequence's first simulation runs in the command's own process; the others are forked from it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -66,7 +66,7 @@ def test_simulations_of_a_process_that_has_threads(monkeypatch: pytest.MonkeyPat
 # Rows and intervals -------------------------------------------------------------------------------------------------
 
 
-def test_a_row_says_what_the_simulation_says() -> None:
+def test_a_row_says_what_the_simulation_says():
     """20.5 GiB of an L4's 22.5 GiB fit beside CUDA's 1; 8 samples of 128 tokens in 100 ms; 2 devices for 12 an hour
     each; fp32 at 30.3 TFLOP/s."""
     plan = made(price=12, tokens=1024 * 36e3, zero1=simulation(100, 20, 20.5))
@@ -90,7 +90,7 @@ def test_a_row_says_what_the_simulation_says() -> None:
 @each_row(
     ("type", "task", "kv_heads"), [("llama", "causal-lm", 2), ("qwen2", "classification", 4), ("gpt2", "causal-lm", 4)]
 )
-def test_flops_by_formula_are_those_of_a_run(type: str, task: str, kv_heads: int) -> None:
+def test_flops_by_formula_are_those_of_a_run(type, task, kv_heads):
     """Counted by operator they are more by the angles of positions alone."""
     read_no_masks()
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
@@ -108,7 +108,7 @@ def test_flops_by_formula_are_those_of_a_run(type: str, task: str, kv_heads: int
         ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 96, "head_dim": 16}, {"intermediate_size": 192}),
     ],
 )
-def test_of_experts_those_count_that_a_token_gets(type: str, experts: dict[str, int], alike: dict[str, int]) -> None:
+def test_of_experts_those_count_that_a_token_gets(type, experts, alike):
     """Two of eight as wide as one of twice the width, and the router."""
     both = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     both["vocab_size"] = 200
@@ -121,7 +121,7 @@ def test_of_experts_those_count_that_a_token_gets(type: str, experts: dict[str, 
     assert multiplied(unsaid.build(), None) is None
 
 
-def test_prices_are_of_devices_that_there_are() -> None:
+def test_prices_are_of_devices_that_there_are():
     assert set(tomllib.loads(TABLE.read_text())) <= set(hardware.table()["devices"])
     price = listed_price("H100")
     assert price and price.amount == 3.99 and price.source.endswith("; read on 2026-09-20")
@@ -129,7 +129,7 @@ def test_prices_are_of_devices_that_there_are() -> None:
     assert price_line(case(price=3.99)) == "Price: $3.99 an hour for each device (as given)."
 
 
-def test_interval() -> None:
+def test_interval():
     """Of collectives 0.3; communication is in flight for 60 of 100 ms, and compute for 80."""
     for compute_error, half in ((0.3, 30), (0.2, 20 + 0.1 * 60), (0.4, 30 + 0.1 * 80)):
         low, high = interval(simulation(100, 20, 1), Costs(mock.Mock(), mock.Mock(), 1.0, compute_error))
@@ -150,7 +150,7 @@ def test_interval() -> None:
         ((90, 90, 90), (40, 40, 30), None),  # nothing fits
     ],
 )
-def test_which_choice_is_recommended(times: tuple[float, ...], peaks: tuple[float, ...], taken: str | None) -> None:
+def test_which_choice_is_recommended(times, peaks, taken):
     names = ("simple_ddp", "flat_ddp", "zero3")
     rows = made(**{name: simulation(ms, 0, gib) for name, ms, gib in zip(names, times, peaks, strict=True)}).rows
     best = recommended(rows)
@@ -172,9 +172,7 @@ def test_which_choice_is_recommended(times: tuple[float, ...], peaks: tuple[floa
         ({"zero3": 9}, ("zero3 (9.00 GiB",)),
     ],
 )
-def test_what_does_not_fit_says_what_would(
-    monkeypatch: pytest.MonkeyPatch, peaks: dict[str, float], said: tuple[str, ...]
-) -> None:
+def test_what_does_not_fit_says_what_would(monkeypatch, peaks, said):
     def outcomes(tasks: list[tuple[Case, str]], jobs: int | None) -> list[Outcome]:
         found = []
         for each, choice in tasks:
@@ -190,7 +188,7 @@ def test_what_does_not_fit_says_what_would(
     assert all(words in sentence for words in said)
 
 
-def test_what_would_be_faster_is_simulated_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_be_faster_is_simulated_too(monkeypatch):
     """bf16 where fp32 is planned; less recomputation where blocks are computed again and there is room."""
     speeds = {"bf16": 60, "selective": 70, "none": 101}
     monkeypatch.setattr(
@@ -215,7 +213,7 @@ def test_what_would_be_faster_is_simulated_too(monkeypatch: pytest.MonkeyPatch) 
         ("2x4xL4", None, "flat_ddp", "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --nproc_per_node=4 "),
     ],
 )
-def test_the_command_of_a_run_is_one(gpus: str, mesh: str | None, choice: str, words: str) -> None:
+def test_the_command_of_a_run_is_one(gpus, mesh, choice, words):
     settings = {"mesh": mesh, "grad_accum_steps": 1, "activation_checkpointing": "every:2", "clip_grad_norm": 1.0}
     planned = replace(case(gpus), config=case(gpus).config.but(**settings))
     planned = replace(planned, model=replace(planned.model, task="causal-lm"))
@@ -231,7 +229,7 @@ def test_the_command_of_a_run_is_one(gpus: str, mesh: str | None, choice: str, w
 # The command --------------------------------------------------------------------------------------------------------
 
 
-def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
+def test_plan_from_beginning_to_end(tmp_path):
     """On the real simulator: choices of both families, one that cannot be simulated, table and CSV."""
     files = ["--csv", str(tmp_path / "a" / "plan.csv"), "--price", "0.8", "--jobs", "1", "--precision", "bf16"]
     answer = plan(*TINY, *WHERE, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
@@ -255,7 +253,7 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     assert reason in table.note[3]
 
 
-def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path: Path) -> None:
+def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path):
     """What the plan assumes of routing is said; biases save the forward passes ahead that the loss's term needs."""
     where = ["--gpus", "4xL4", "--link", "pcie4", "--sequence-length", "128", "--jobs", "1", "--grad-accum-steps", "2"]
     found = []
@@ -271,9 +269,7 @@ def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path: Path) -> None:
     assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
 
 
-def test_a_line_tells_that_long_work_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_tells_that_long_work_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(progress, "STILL_S", 0.2)
     with long_work("simulating", 2) as tell:
         tell("zero1: 9 ms")
@@ -283,7 +279,7 @@ def test_a_line_tells_that_long_work_goes_on(
     )
 
 
-def test_record_then_plan_with_it(tmp_path: Path) -> None:
+def test_record_then_plan_with_it(tmp_path):
     record = tmp_path / "new" / "record.json"
     flags = ["--micro-batch-sizes", "1", "--repeats", "2", "--output", str(record)]
     answer = plan("record", *TINY, *flags)
@@ -304,7 +300,7 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "recorded on" in wrong.stderr and wrong.stderr.count("error") == 1
 
 
-def test_contention_is_assumed_on_gpus_alone_or_given() -> None:
+def test_contention_is_assumed_on_gpus_alone_or_given():
     """A mean that others have published; the plan says so."""
     on_gpus, on_cpu = hardware.cluster("2xL4", "pcie4"), hardware.cluster("2xcpu", "100gbit")
     assumed = costs_of(on_gpus, "fp32")
@@ -318,7 +314,7 @@ def test_contention_is_assumed_on_gpus_alone_or_given() -> None:
 # Documentation ------------------------------------------------------------------------------------------------------
 
 
-def test_flags_and_columns_are_documented() -> None:
+def test_flags_and_columns_are_documented():
     text = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab plan`")[1].split("\n## ")[0]
     plans: list[str] = []
     for command in script.COMMANDS:
@@ -332,7 +328,7 @@ def test_flags_and_columns_are_documented() -> None:
     assert re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", rows, re.MULTILINE) == explained
 
 
-def test_commands_of_the_guide_can_be_planned() -> None:
+def test_commands_of_the_guide_can_be_planned():
     """docs/choosing.md: each of its commands makes sense, and what it says to take is one of its choices."""
     sections = (ROOT / "docs" / "choosing.md").read_text().split("\n## ")[1:]
     assert len(sections) == 5

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models
-from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, Outcome, Task, simulate_step
@@ -56,7 +54,7 @@ def every(begin: Sequence[Task], ways: Ways) -> list[Outcome]:
 
 
 @each_row(("costs", "share"), [({False: COSTS}, 0.7), ({True: COSTS, False: COSTS}, 0.45)])
-def test_the_best_is_found_without_trying_all(costs: dict[bool, Costs], share: float) -> None:
+def test_the_best_is_found_without_trying_all(costs, share):
     """16 samples on 2 L4 of 21.5 GiB: of 32 settings, and of 48 where blocks may be compiled."""
     batch = replace(case(batch=16), config=RunConfig(global_batch_size=16, grad_accum_steps=1))
     ways = Ways(LEVELS, costs)
@@ -74,7 +72,7 @@ def test_the_best_is_found_without_trying_all(costs: dict[bool, Costs], share: f
     assert {each.case.config.strategy.compile for each in fixed} == {False}, "what does not go together is skipped"
 
 
-def test_what_a_sample_took_elsewhere_is_not_simulated_again() -> None:
+def test_what_a_sample_took_elsewhere_is_not_simulated_again():
     """32 GiB of activations in one micro-batch of 8 fit nowhere: the second choice begins with what may fit."""
     batch = replace(case(batch=16), config=RunConfig(global_batch_size=16, grad_accum_steps=1))
     ways = Ways(("none",), {False: COSTS})
@@ -85,7 +83,7 @@ def test_what_a_sample_took_elsewhere_is_not_simulated_again() -> None:
     assert sizes[:2] == [("bucket_ddp_async", 8), ("zero1", 4)] and ("zero1", 8) not in sizes
 
 
-def test_ways_of_a_mesh() -> None:
+def test_ways_of_a_mesh():
     """On a mesh with tp nothing is compiled; elsewhere what may be compiled is not looked for without."""
     ways, plain = Ways(LEVELS, {True: COSTS, False: COSTS}), case("4xL4", batch=16)
     on_tp = replace(plain, config=plain.config.but(mesh="dp=2,tp=2"))
@@ -98,7 +96,7 @@ def test_ways_of_a_mesh() -> None:
     assert told(ways.of(on_tp, 2)) == [["none", "selective", "op", "block"]]
 
 
-def test_the_front_is_what_nothing_beats() -> None:
+def test_the_front_is_what_nothing_beats():
     """The first leaves less than a tenth; the second and third are as fast, and only the third has a mesh."""
     peaks = ((90, 21), (100, 10), (99, 8), (104, 12), (105, 4))
     pairs = []
@@ -114,13 +112,13 @@ def test_the_front_is_what_nothing_beats() -> None:
 
 
 @pytest.mark.parametrize("wanted", [1, 3, 7.9, 100, 733, 1465])
-def test_a_batch_of_so_many_tokens_has_many_divisors(wanted: float) -> None:
+def test_a_batch_of_so_many_tokens_has_many_divisors(wanted):
     found = near(wanted)
     assert abs(found - wanted) <= max(wanted / 16, 0.5) and found % 2 ** max(0, found.bit_length() - 5) == 0
 
 
 @each_row(("name", "mesh"), [("zero3", None), ("zero2", None), ("tp", "dp=2,tp=2"), ("zero1", "dp=2,ep=2")])
-def test_many_micro_batches_take_what_a_few_take_each(name: str, mesh: str | None) -> None:
+def test_many_micro_batches_take_what_a_few_take_each(name, mesh):
     """To the last byte, and to the last digits of a time."""
     cluster = hardware.cluster("4xH100")
     config = RunConfig.of(
@@ -137,7 +135,7 @@ def test_many_micro_batches_take_what_a_few_take_each(name: str, mesh: str | Non
     assert few.exposed_s == pytest.approx(all_of_them.exposed_s, rel=1e-9)
 
 
-def test_search_from_beginning_to_end(tmp_path: Path) -> None:
+def test_search_from_beginning_to_end(tmp_path):
     """On the real simulator."""
     model = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
     how = ["--task", "causal-lm", "--gpus", "2xL4", "--link", "pcie4", "--choices", "zero1", "--jobs", "1"]
@@ -150,7 +148,7 @@ def test_search_from_beginning_to_end(tmp_path: Path) -> None:
     assert found.fits[0] == "yes" and found.micro_batch_size.max() == 4 and set(found["compile"]) == {"yes", "no"}
 
 
-def test_what_cannot_fit_says_what_would() -> None:
+def test_what_cannot_fit_says_what_would():
     """Adam's states of 7.6 billion parameters on 2 L4."""
     what = ["search", "--model", "Qwen2.5-7B", "--gpus", "2xL4", "--link", "pcie4", "--global-batch-size", "2"]
     answer = run_in_process(script, *what, "--choices", "zero1,zero3", "--mesh", "dp=2", "--jobs", "1")

@@ -47,7 +47,7 @@ def log() -> Iterator[list[Any]]:
         yield noted
 
 
-def test_a_batch_is_copied_while_the_one_before_is_used(log: list[Any]) -> None:
+def test_a_batch_is_copied_while_the_one_before_is_used(log):
     steps = [StepData(4, [{"x": torch.full((2,), float(step))}]) for step in range(3)]
     seen = []
     for number, step in enumerate(copied_ahead(steps, torch.device("cuda", 0))):

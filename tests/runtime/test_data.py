@@ -9,9 +9,7 @@ small = st.integers(1, 9)
 
 
 @given(samples=st.integers(1, 80), size=small, micro=small, accumulation=small, seed=st.integers(0, 5))
-def test_training_sees_each_sample_once_an_epoch(
-    samples: int, size: int, micro: int, accumulation: int, seed: int
-) -> None:
+def test_training_sees_each_sample_once_an_epoch(samples, size, micro, accumulation, seed):
     global_batch = size * micro * accumulation
     windows = epoch_windows(samples, global_batch, seed, epoch=0)
     assert len(windows) == steps_in_epoch(samples, global_batch)
@@ -29,7 +27,7 @@ def test_training_sees_each_sample_once_an_epoch(
 
 
 @given(samples=st.integers(1, 60), size=small, batch=small)
-def test_evaluation_counts_each_sample_once_in_equal_numbers_of_batches(samples: int, size: int, batch: int) -> None:
+def test_evaluation_counts_each_sample_once_in_equal_numbers_of_batches(samples, size, batch):
     shares = [list(evaluation_batches(samples, rank, size, batch)) for rank in range(size)]
     assert len({len(share) for share in shares}) == 1
     counted = [index for share in shares for indices, count in share for index in indices[:count]]

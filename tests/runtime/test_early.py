@@ -24,7 +24,7 @@ assert "torch" not in sys.modules
 """
 
 
-def test_the_first_line_comes_before_torch(tmp_path: Path) -> None:
+def test_the_first_line_comes_before_torch(tmp_path):
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BEGIN]
     answer = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
@@ -39,7 +39,7 @@ def test_the_first_line_comes_before_torch(tmp_path: Path) -> None:
     assert (six, sixteen) == ("6", "16")
 
 
-def test_an_older_python_is_told() -> None:
+def test_an_older_python_is_told():
     """Whatever runs before that must be Python 3.10's."""
     mains = [ROOT / f"main_{name}.py" for name in ("ddp", "shard", "parallel")]
     for path in (*mains, *(ROOT / room / "__init__.py" for room in ("ddp", "sharding", "tensor_parallel", "ddp_lab"))):
@@ -51,7 +51,7 @@ def test_an_older_python_is_told() -> None:
         assert (answer.returncode, answer.stderr) == (1, said)
 
 
-def test_what_a_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_machine_cannot_hold_is_refused(monkeypatch):
     with pytest.raises(UserError, match=r"ranks on .* cores: must be at most"):
         require_room(17 * cores_here())
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (79, 79))

@@ -22,7 +22,7 @@ def become(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int) -> Path:
     return path
 
 
-def test_the_root_cause_is_the_line_of_the_rank_that_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_root_cause_is_the_line_of_the_rank_that_knows(monkeypatch, tmp_path):
     """Although `torchrun` notices first that rank 1 was killed."""
     began_s = time.time()
     killed = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file=str(tmp_path / "none"))
@@ -44,7 +44,7 @@ leave_as_one("error: a mistake", 1, fails=False)
 """
 
 
-def test_one_rank_of_a_node_fails_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_rank_of_a_node_fails_for_all(monkeypatch, tmp_path):
     """Unless none would."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     codes: dict[str, list[int]] = {}
@@ -60,7 +60,7 @@ def test_one_rank_of_a_node_fails_for_all(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert codes == {LEAVES: [0, 0, 2], NOBODY_FAILS: [1]}
 
 
-def test_the_first_rank_of_a_node_speaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_first_rank_of_a_node_speaks(monkeypatch, tmp_path):
     """Not always rank 0: `torchrun` stops it if another rank fails before it."""
     spoken = []
     for rank in (1, 0, 2):

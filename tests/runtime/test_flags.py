@@ -22,7 +22,7 @@ def parsed(*arguments: str) -> RunConfig:
     return parse_config("", ddp.REGISTRY, arguments=arguments)
 
 
-def test_help_and_docs_have_every_flag_in_its_group() -> None:
+def test_help_and_docs_have_every_flag_in_its_group():
     """The docs say what --help says, word for word."""
     parser = build_parser("", ddp.REGISTRY.sentences)
     groups = [group for group in parser._action_groups if group._group_actions]
@@ -39,7 +39,7 @@ def test_help_and_docs_have_every_flag_in_its_group() -> None:
     assert "--precision {fp32,bf16,fp16,bf16-true}" in parser.format_help()
 
 
-def test_names_that_would_break_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_would_break_a_line(capsys):
     """Of a run and of a sweep, also in a file of flags; and the name of an unknown flag."""
     names = ("workload", "model", "dataset", "text-column", "label-column", "plan", "checkpoint-dir", "resume")
     names += ("output-dir", "config", "a\nb")
@@ -74,7 +74,7 @@ def written(folder: Path, text: str) -> str:
     return str(folder / "run.toml")
 
 
-def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+def test_the_command_line_wins_over_the_file(tmp_path):
     path = written(tmp_path, FILE.replace("zero3", "flat_ddp"))
     config = parsed("--config", path)
     assert config == RunConfig.of(
@@ -111,8 +111,6 @@ CONFIGS = st.builds(
 
 
 @given(CONFIGS)
-def test_the_file_that_a_run_leaves_gives_the_same_settings(
-    tmp_path_factory: pytest.TempPathFactory, config: RunConfig
-) -> None:
+def test_the_file_that_a_run_leaves_gives_the_same_settings(tmp_path_factory, config):
     path = written(tmp_path_factory.getbasetemp(), to_toml(config, "a comment"))
     assert parsed("--config", path) == config

@@ -18,7 +18,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_folder()
 
 
-def test_keys_are_told_apart_and_no_folder_is_needed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_told_apart_and_no_folder_is_needed(cache, monkeypatch):
     keys = [["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""]]
     for number, key in enumerate(keys):
         kept(key, lambda number=number: VALUES[:number])
@@ -28,7 +28,7 @@ def test_keys_are_told_apart_and_no_folder_is_needed(cache: Path, monkeypatch: p
     assert kept(keys[0], lambda: VALUES) == (pytest.approx(VALUES), None)
 
 
-def test_tokens_are_kept_by_the_content_of_text_and_tokenizer(tmp_path: Path) -> None:
+def test_tokens_are_kept_by_the_content_of_text_and_tokenizer(tmp_path):
     from ddp_lab.runtime.data.text import load_trained_tokenizer, train_tokenizer
 
     folder = tmp_path / "texts"

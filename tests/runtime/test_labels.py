@@ -30,7 +30,7 @@ def rows(*labels: Any, text: str = "fine") -> Dataset:
         ((2.0, 1.0, 2.0), ("1", "2")),
     ],
 )
-def test_labels_are_found_in_the_training_data(tmp_path: Path, labels: Any, names: tuple[str, ...]) -> None:
+def test_labels_are_found_in_the_training_data(tmp_path, labels, names):
     rows(*labels).to_json(tmp_path / "train.jsonl")
     rows(labels[0]).to_json(tmp_path / "test.jsonl")
     found = load(tmp_path, train=1)  # the label of a row that is not used counts too
@@ -39,7 +39,7 @@ def test_labels_are_found_in_the_training_data(tmp_path: Path, labels: Any, name
     assert tokenized[0]["label"] == names.index(str(labels[0]).removesuffix(".0"))
 
 
-def test_the_head_of_a_trained_model_keeps_its_order(tmp_path: Path) -> None:
+def test_the_head_of_a_trained_model_keeps_its_order(tmp_path):
     """Sorted, the names have another order than in the head, which would then answer with the wrong one."""
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = BertConfig(vocab_size=9, id2label={0: "spam", 1: "ham"}, label2id={"spam": 0, "ham": 1}, **shape)
@@ -59,7 +59,7 @@ def test_the_head_of_a_trained_model_keeps_its_order(tmp_path: Path) -> None:
     assert again.config.id2label == {0: "a", 1: "b", 2: "c"} and again.classifier.out_features == 3
 
 
-def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_named(tmp_path):
     def refusal(train: list[dict[str, Any]], test: list[dict[str, Any]] | None = None, **columns: str) -> str:
         folder = tmp_path / "data"
         splits = {"train": Dataset.from_list(train), "test": Dataset.from_list(test or train)}

@@ -53,7 +53,7 @@ def batch(pads: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.parametrize("pads", [False, True])
-def test_nothing_is_read_and_nothing_changes(name: str, pads: bool, plain_transformers: None) -> None:
+def test_nothing_is_read_and_nothing_changes(name, pads, plain_transformers):
     model = model_named(name)
     with CountReads() as reads:
         wanted = model(**batch(pads)).loss

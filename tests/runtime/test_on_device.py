@@ -76,7 +76,7 @@ def bench(stream: Stream) -> Iterator[Bench]:
     bench.flight.close()
 
 
-def test_a_collective_is_completed_when_the_device_is_past_it(bench: Bench, stream: Stream) -> None:
+def test_a_collective_is_completed_when_the_device_is_past_it(bench, stream):
     number = bench.issue()
     assert bench.states == ["queued"]
     stream.marks[0][0] = True
@@ -87,7 +87,7 @@ def test_a_collective_is_completed_when_the_device_is_past_it(bench: Bench, stre
     assert not bench.followed.ordered(number)
 
 
-def test_one_that_nobody_has_waited_for_is_asked_itself(bench: Bench) -> None:
+def test_one_that_nobody_has_waited_for_is_asked_itself(bench):
     failed, work = Work(), Work()
     failed.is_done = failed.has_failed = True
     bench.issue("one", work=failed)
@@ -97,7 +97,7 @@ def test_one_that_nobody_has_waited_for_is_asked_itself(bench: Bench) -> None:
     assert bench.states == ["queued", "completed"]
 
 
-def test_a_later_one_of_the_same_queue_shows_that_earlier_ones_are_completed(bench: Bench) -> None:
+def test_a_later_one_of_the_same_queue_shows_that_earlier_ones_are_completed(bench):
     last = Work()
     last.is_done = True
     for queue in ("one", None, "other"):
@@ -107,7 +107,7 @@ def test_a_later_one_of_the_same_queue_shows_that_earlier_ones_are_completed(ben
 
 
 @pytest.mark.parametrize(("timeout_s", "declared_s"), [(10.0, 8.0), (600.0, 590.0)])
-def test_a_hang_is_declared_before_the_timeout(bench: Bench, timeout_s: float, declared_s: float) -> None:
+def test_a_hang_is_declared_before_the_timeout(bench, timeout_s, declared_s):
     bench.issue(timeout_s=timeout_s)
     oldest = bench.followed.oldest
     assert oldest is not None
@@ -120,9 +120,7 @@ def test_a_hang_is_declared_before_the_timeout(bench: Bench, timeout_s: float, d
 
 
 @each_row("waited_s, kind", [(599.0, "timeout"), (1.0, "collective")])
-def test_a_backend_that_aborts_gives_the_reason(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch, waited_s: float, kind: str
-) -> None:
+def test_a_backend_that_aborts_gives_the_reason(stream, monkeypatch, waited_s, kind):
     ended: list[ExitReason] = []
     monkeypatch.setattr(Watcher, "end", lambda watcher, reason: ended.append(reason))
     watcher = Watcher(0, 2, lambda *_: None, lambda *_: None)
@@ -173,7 +171,7 @@ HANGS: dict[str, tuple[list[RankReport], int, str]] = {
 
 
 @each_row("case", HANGS)
-def test_the_rank_that_hangs(case: str) -> None:
+def test_the_rank_that_hangs(case):
     reports, culprit, message = HANGS[case]
     ending = first_cause(dict(enumerate(reports)))
     assert (ending.how, ending.rank) == ("hung", culprit) and str(ending.message).startswith(message)

@@ -38,7 +38,7 @@ def numbered(lengths: list[int]) -> list[list[int]]:
 
 
 @given(lengths=st.lists(st.integers(1, 25), min_size=1, max_size=8), length=st.integers(2, 12), packs=st.booleans())
-def test_each_token_is_a_target_once_in_its_own_document(lengths: list[int], length: int, packs: bool) -> None:
+def test_each_token_is_a_target_once_in_its_own_document(lengths, length, packs):
     documents = numbered(lengths)
     sequences = TokenSequences(Documents.of(documents), length, packs)
     before = {token: document[:place] for document in documents for place, token in enumerate(document)}
@@ -60,7 +60,7 @@ def test_each_token_is_a_target_once_in_its_own_document(lengths: list[int], len
         assert all(len(sample["input_ids"]) == length for sample in list(sequences)[:-1])
 
 
-def test_prompts_are_no_targets_and_what_has_no_completion_left_is_left_out() -> None:
+def test_prompts_are_no_targets_and_what_has_no_completion_left_is_left_out():
     documents = Documents.of(numbered([6, 9, 3]), given=[4, 8, 0])
     sequences = TokenSequences(documents, 8, packs=False, cuts=False)
     assert sequences.left_out == 1 and len(sequences) == 2
@@ -71,7 +71,7 @@ def test_prompts_are_no_targets_and_what_has_no_completion_left_is_left_out() ->
 
 
 @each_row("name", MODELS)
-def test_a_packed_document_has_the_logits_of_the_document_alone(name: str) -> None:
+def test_a_packed_document_has_the_logits_of_the_document_alone(name):
     read_no_masks()
     torch.manual_seed(0)
     model, collate = MODELS[name]().eval(), collate_sequences(0)

@@ -12,7 +12,7 @@ def rates(schedule: str, warmup: int, steps: int) -> list[float]:
     return [rate(step) for step in range(steps)]
 
 
-def test_rates_worked_out_by_hand() -> None:
+def test_rates_worked_out_by_hand():
     assert rates("constant", 0, 3) == [0.8] * 3
     assert rates("constant", 2, 4) == pytest.approx([0.4, 0.8, 0.8, 0.8])
     assert rates("linear", 2, 6) == pytest.approx([0.4, 0.8, 0.8, 0.6, 0.4, 0.2])
@@ -20,6 +20,6 @@ def test_rates_worked_out_by_hand() -> None:
     assert rates("cosine", 4, 4) == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
-def test_warm_up_ends_within_the_run() -> None:
+def test_warm_up_ends_within_the_run():
     with pytest.raises(UserError, match="--warmup-steps 5: the run has only 4 optimizer steps"):
         learning_rates(RunConfig(lr=0.8, warmup_steps=5), 4)

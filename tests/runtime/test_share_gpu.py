@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +33,12 @@ ALONE = [("0", "Exclusive_Process", "Disabled")]
         ((2, 30, 7), [("0", "Prohibited", "Disabled")], "", "GPU 0 is in compute mode Prohibited"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(nccl: Any, modes: Any, turns: str, expected: str) -> None:
+def test_what_cannot_be_shared_is_refused(nccl, modes, turns, expected):
     found = share_gpu.problem(nccl, modes, turns)
     assert expected in found and "\n" not in found and bool(expected) == bool(found)
 
 
-def test_nvidia_smi_is_asked_for_the_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_is_asked_for_the_visible_gpus(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "$2, Exclusive_Process, [N/A]"\necho "Failed to initialize NVML"\n')
     program.chmod(0o755)
@@ -73,9 +72,7 @@ def join(rank: int, flags: dict[str, Any]) -> tuple[str, str | None]:
         (1, {}, ("show each rank another GPU, or use --share", None), ""),
     ],
 )
-def test_the_first_line_says_who_shares_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capfd: Any, gpus: int, flags: dict[str, Any], found: Any, said: str
-) -> None:
+def test_the_first_line_says_who_shares_a_gpu(monkeypatch, capfd, gpus, flags, found, said):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         around = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -102,7 +99,7 @@ def test_the_first_line_says_who_shares_a_gpu(
         ("dp=2,tp=2", "gloo", "4 ranks a GPU", False),
     ],
 )
-def test_groups_of_some_ranks_hang_on_a_shared_gpu(mesh: str, backend: str, sharing: str | None, refused: bool) -> None:
+def test_groups_of_some_ranks_hang_on_a_shared_gpu(mesh, backend, sharing, refused):
     ranks = Ranks(1, 4, torch.device("cuda"), backend, gpu_sharing=sharing)
     said = "--share-gpu: over NCCL, groups of some of the ranks were seen hanging" if refused else "join the process"
     with pytest.raises(UserError if refused else AssertionError, match=said), meshed(ranks, mesh):

@@ -52,7 +52,7 @@ def problems(said: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "family"), [("main_ddp.py", ddp), ("main_shard.py", sharding)])
-def test_help_and_version_load_no_torch(name: str, family: Any) -> None:
+def test_help_and_version_load_no_torch(name, family):
     def answer_to(flag: str) -> str:
         script = f"import runpy, sys; sys.argv = ['{name}', '{flag}']\n"
         script += f"try: runpy.run_path('{name}', run_name='__main__')\n"
@@ -66,7 +66,7 @@ def test_help_and_version_load_no_torch(name: str, family: Any) -> None:
     assert re.fullmatch(r"ddp-lab [\d.]+, torch [\d.]+\S*\nFalse False\n", answer_to("--version"))
 
 
-def test_compare_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_compare_says_what_it_leaves_out(tmp_path, monkeypatch, capsys):
     """Runs of another family, and where a folder is that is named without `profile/`."""
     from ddp_lab.analysis.comparison import choices
     from ddp_lab.commands import compare
@@ -81,7 +81,7 @@ def test_compare_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Mon
     assert compare.main(["zero3"]) == 1 and capsys.readouterr().err.endswith("or profile/zero3\n")
 
 
-def test_every_flag_of_reports_is_documented() -> None:
+def test_every_flag_of_reports_is_documented():
     """Those of the entrypoints: `tests/runtime/test_flags.py`."""
     from ddp_lab.analysis.command import build_parser
     from ddp_lab.commands import compare
@@ -102,7 +102,7 @@ def trained(folder: Path, changes: dict[str, dict[str, Any]], run_id: str = "202
         write(trace_dir / f"{run_id}.run.json", content)
 
 
-def test_passes_of_a_sweep_count_together_until_a_choice_runs_again(tmp_path: Path) -> None:
+def test_passes_of_a_sweep_count_together_until_a_choice_runs_again(tmp_path):
     state = SweepState(tmp_path, "ddp", {"passes": 2}, "ddp-lab sweep ddp 2")
     state.planned = 6
     for number, seconds in ((1, 0.2), (2, 0.4)):
@@ -124,7 +124,7 @@ def test_passes_of_a_sweep_count_together_until_a_choice_runs_again(tmp_path: Pa
     assert table.verdict[0] == "unknown" and table.run_id.tolist() == ["20261121-093001-0", "20261121-093003-0"]
 
 
-def test_compare_what_has_been_trained(tmp_path: Path) -> None:
+def test_compare_what_has_been_trained(tmp_path):
     trained(tmp_path, {"zero1": {}, "baseline": {"step_time_s": [9.0, 0.2, 0.2]}})
     answer = compare_runs("sharding", "--output-dir", str(tmp_path))
     assert answer.returncode == 0 and not problems(answer.stderr), answer.stderr
@@ -134,7 +134,7 @@ def test_compare_what_has_been_trained(tmp_path: Path) -> None:
     assert (tmp_path / "reports_sharding" / "zero1" / "summary.html").exists()
 
 
-def test_runs_on_several_meshes_stand_in_one_table(tmp_path: Path) -> None:
+def test_runs_on_several_meshes_stand_in_one_table(tmp_path):
     """By mesh, and on one mesh by choice. Ratios are to the first reference. Other folders are not such runs."""
     meshes = {"zero1@dp2-tp1": "dp=2,tp=1", "zero1@dp2": "dp=2", "tp@dp2": "dp=2", "zero1@dp1-tp2-sp": "dp=1,tp=2"}
     meshes |= {"zero1": None}  # of main_shard.py
@@ -155,7 +155,7 @@ def test_runs_on_several_meshes_stand_in_one_table(tmp_path: Path) -> None:
     assert "In all other settings that are compared, the runs agree" in page and "dp=1,tp=2" in page
 
 
-def test_train_starts_its_ranks_and_a_script_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_starts_its_ranks_and_a_script_reports(tmp_path, capsys):
     flags = ["bucket_ddp_async", "--ranks", "2", *TINY, "--output-dir", str(tmp_path)]
     trained = command("-m", "ddp_lab", "train", *flags)
     assert trained.returncode == 0, trained.stderr
@@ -184,7 +184,7 @@ def test_train_starts_its_ranks_and_a_script_reports(tmp_path: Path, capsys: pyt
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow
-def test_sweep_of_sharding(tmp_path: Path) -> None:
+def test_sweep_of_sharding(tmp_path):
     """Choices that take the flags compute the same, and their memory stands in the comparison; the others are named."""
     flags = ["2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", "--offload", "optimizer"]
     answer = command(*flags, under=["./run_experiment_shard.sh"], limit_s=880)

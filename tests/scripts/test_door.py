@@ -19,7 +19,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(door, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_help_has_every_command_with_an_example_and_loads_nothing_heavy() -> None:
+def test_help_has_every_command_with_an_example_and_loads_nothing_heavy():
     """That keeps it under a second."""
     code = "import sys; from ddp_lab.__main__ import main; main(['--help']);"
     code += "print([name for name in ('torch', 'pandas', 'numpy', 'rich', 'transformers') if name in sys.modules])"
@@ -30,13 +30,13 @@ def test_help_has_every_command_with_an_example_and_loads_nothing_heavy() -> Non
         assert one.load().build_parser().format_usage().startswith(f"usage: ddp-lab {name} ")
 
 
-def test_docs_list_every_command() -> None:
+def test_docs_list_every_command():
     section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab`\n")[1].split("\n## ")[0]
     documented = re.findall(r"`([a-z-]+)[ A-Z]*`", "".join(re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)))
     assert sorted(documented) == sorted([*COMMANDS, "completion"])
 
 
-def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
+def test_a_shell_completes_commands_and_flags(tmp_path):
     script = tmp_path / "completion.bash"
     script.write_text(command("completion", "bash").stdout)
     ask = (
@@ -47,7 +47,7 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_has_the_rooms_alone(tmp_path: Path) -> None:
+def test_a_wheel_has_the_rooms_alone(tmp_path):
     """Nothing with a name that others use too gets into a user's site-packages."""
     subprocess.run(["uv", "build", "-q", "--wheel", "--out-dir", str(tmp_path)], cwd=ROOT, check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")

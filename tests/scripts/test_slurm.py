@@ -29,7 +29,7 @@ esac
 
 
 @pytest.mark.parametrize("script", ["one_node.sbatch", "nodes.sbatch", "srun.sbatch", "elastic.sbatch", "sweep.sh"])
-def test_a_script_starts_what_there_is(tmp_path: Path, script: str) -> None:
+def test_a_script_starts_what_there_is(tmp_path, script):
     """Each entrypoint is a file, and each flag is one of `torchrun`, of the entrypoint or of the report."""
     for name in ("scontrol", "sbatch", "srun", "torchrun", "python"):
         (tmp_path / name).write_text(STAND_IN)
@@ -72,9 +72,7 @@ esac
 
 @pytest.mark.parametrize(("how", "is_requeued"), [("stopped", True), ("completed", False)])
 @pytest.mark.parametrize("of_array", [False, True])
-def test_a_job_that_was_stopped_requeues_itself_alone(
-    tmp_path: Path, how: str, is_requeued: bool, of_array: bool
-) -> None:
+def test_a_job_that_was_stopped_requeues_itself_alone(tmp_path, how, is_requeued, of_array):
     """The last task of an array has the array's number as its own, which to `scontrol` is all of them."""
     for name in ("scontrol", "scancel", "srun"):
         (tmp_path / name).write_text(SLURM)

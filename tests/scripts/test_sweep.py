@@ -97,7 +97,7 @@ def stopped_in(last: str) -> Train:
 
 
 @pytest.mark.parametrize("last", [0, 2])
-def test_a_sweep_goes_on_wherever_it_was_stopped(sweep: Sweep, last: int) -> None:
+def test_a_sweep_goes_on_wherever_it_was_stopped(sweep, last):
     """In its first choice, too; and from nothing that a sweep before it has finished."""
     sweep.run(train=stopped_in(CHOICES[3]))
     answer = sweep.run(train=stopped_in(CHOICES[last]))
@@ -109,7 +109,7 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep: Sweep, last: int) -> Non
     assert again.returncode == 2 and "--resume: no interrupted sweep" in again.stderr
 
 
-def test_passes_go_on_in_their_middle(sweep: Sweep) -> None:
+def test_passes_go_on_in_their_middle(sweep):
     """Each later one has an order of its own, the same again, and does without what is done once."""
     sweep.passes, flags = 3, ["--checkpoint-every", "2", "--generate=3", "--lr", "0.1"]
     asked: list[tuple[str, bool]] = []
@@ -137,7 +137,7 @@ def test_passes_go_on_in_their_middle(sweep: Sweep) -> None:
     assert all(sorted(choice for choice, _ in order) == sorted(CHOICES) for order in orders)
 
 
-def test_what_runs_and_what_does_not(sweep: Sweep) -> None:
+def test_what_runs_and_what_does_not(sweep):
     """What failed is trained again; three ranks take the nearest batch; what refuses a flag is left out."""
     assert sweep.run(train=lambda choice, _: choice != CHOICES[1]).returncode == 1
     assert sweep.run("--resume").returncode == 0 and list(sweep.asked) == [CHOICES[1]]
@@ -153,7 +153,7 @@ def test_what_runs_and_what_does_not(sweep: Sweep) -> None:
     assert ended.stderr == "error: no choice can do what these flags ask for\n"
 
 
-def test_a_link_is_not_added_where_it_cannot_pace_a_mesh(sweep: Sweep) -> None:
+def test_a_link_is_not_added_where_it_cannot_pace_a_mesh(sweep):
     sweep.of = ["parallel", "2"]
     for mesh, workload, link in (("ep=2", "sample-moe", "none"), ("cp=2", "sample-lm", "2.5gbit")):
         assert sweep.run("--mesh", mesh, "--workload", workload).returncode == 0 and sweep.asked
@@ -161,7 +161,7 @@ def test_a_link_is_not_added_where_it_cannot_pace_a_mesh(sweep: Sweep) -> None:
             assert parse_config("", tensor_parallel.REGISTRY, (), arguments).link == link
 
 
-def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
+def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep):
     sweep.run("--checkpoint-every", "2", train=stopped_in(CHOICES[1]))
     for choice in CHOICES[:2]:
         (sweep.checkpoints(choice) / folder_name(2)).mkdir(parents=True)
@@ -173,7 +173,7 @@ def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
     ("ranks", "load", "cores", "is_said"),
     [(2, 3.2, 2, True), (2, 0.4, 2, False), (2, 10, 64, False), (8, 40, 64, False), (32, 40, 64, True)],
 )
-def test_a_busy_machine_is_said_when_a_sweep_starts(ranks: int, load: float, cores: int, is_said: bool) -> None:
+def test_a_busy_machine_is_said_when_a_sweep_starts(ranks, load, cores, is_said):
     said = script.load_line(ranks, load, cores)
     assert said.startswith("warning: this machine is busy: ") == bool(said) == is_said and "\n" not in said
 
@@ -188,9 +188,7 @@ def test_a_busy_machine_is_said_when_a_sweep_starts(ranks: int, load: float, cor
         (True, ["--device", "cpu"], "2.5gbit"),
     ],
 )
-def test_without_a_gpu_a_sweep_shows_the_physics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: bool, flags: list[str], link: str
-) -> None:
+def test_without_a_gpu_a_sweep_shows_the_physics(tmp_path, monkeypatch, gpus, flags, link):
     sweep = Sweep(tmp_path)
     monkeypatch.setattr(script, "sees_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
@@ -204,7 +202,7 @@ def test_without_a_gpu_a_sweep_shows_the_physics(
         assert parse_config("", ddp.REGISTRY, (), arguments).link == link
 
 
-def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> None:
+def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep):
     """But for the choice; flags on the command line win, also those that the sweep would set itself."""
     path = sweep.folder / "run.toml"
     path.write_text('ddp-choice = "zero3"\nmax-steps = 20\nlr = 0.5\nseed = 3\n')
@@ -234,7 +232,7 @@ def mesh_sweep(sweep: Sweep) -> Sweep:
     return sweep
 
 
-def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep: Sweep) -> None:
+def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep):
     """Each run in folders of its own, on the language model that ships with the project."""
     answer = mesh_sweep.run("--lr", "0.1", train=stopped_in("zero3@dp2-tp2-sp"))
     assert answer.returncode == 130
@@ -250,7 +248,7 @@ def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep: Sweep) -> None:
         assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]]).workload == workload
 
 
-def test_a_sweep_on_a_shared_gpu_leaves_out_meshes_that_hang(mesh_sweep: Sweep) -> None:
+def test_a_sweep_on_a_shared_gpu_leaves_out_meshes_that_hang(mesh_sweep):
     for flags, gpus, hang in ([], 1, True), (["--backend", "gloo"], 1, False), ([], 4, False):
         with mock.patch("torch.cuda.device_count", return_value=gpus):
             answer = mesh_sweep.run("--share-gpu", *flags)
@@ -260,7 +258,7 @@ def test_a_sweep_on_a_shared_gpu_leaves_out_meshes_that_hang(mesh_sweep: Sweep) 
 
 
 @each_row("ranks", [2, 3, 6, 8, 12, 64])
-def test_meshes_of_the_short_list_fit(ranks: int) -> None:
+def test_meshes_of_the_short_list_fit(ranks):
     labels = mesh_labels(ranks)
     assert labels == sorted(set(labels), key=lambda label: place(label, tensor_parallel.CHOICES))
     for label in labels:
@@ -286,7 +284,7 @@ def test_meshes_of_the_short_list_fit(ranks: int) -> None:
         ("shard=2,tp=2", {"pytorch_tp": "pytorch_tp has no", "pytorch_fsdp_tp": "--mesh with shard: "}),
     ],
 )
-def test_a_sweep_over_one_mesh_runs_every_choice(tmp_path: Path, mesh: str, left_out: dict[str, str]) -> None:
+def test_a_sweep_over_one_mesh_runs_every_choice(tmp_path, mesh, left_out):
     """But for those that cannot train over it, which it names with the reason."""
     sweep, left_out = Sweep(tmp_path), ONLY | left_out
     sweep.of = ["parallel", "4"]
@@ -337,7 +335,7 @@ assert distributed.TCPStore.__name__ == "TCPStore"
 """
 
 
-def test_each_failure_is_one_line_and_nobody_else_can_join() -> None:
+def test_each_failure_is_one_line_and_nobody_else_can_join():
     """What `torchrun` prints of a failure is not shown, but all that ranks print is."""
     kinds = ["exits", "says why", "is killed", "is blamed", "can be reached from elsewhere"]
     command = [sys.executable, "-c", SWEEP, *kinds]
@@ -356,7 +354,7 @@ def test_each_failure_is_one_line_and_nobody_else_can_join() -> None:
     ]
 
 
-def test_sweeps_over_one_mesh_in_each_schedule_never_share_a_folder(mesh_sweep: Sweep) -> None:
+def test_sweeps_over_one_mesh_in_each_schedule_never_share_a_folder(mesh_sweep):
     """The schedule is in the label, and the label alone says how its run is started."""
     for schedule, stages, behind in (
         ("1f1b", "1", ""), ("gpipe", "1", "-gpipe"), ("interleaved", "2", "-interleaved2"), ("zb-h1", "1", "-zb-h1")

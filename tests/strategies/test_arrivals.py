@@ -53,7 +53,7 @@ def started(model: Model, cut: bool = True) -> Any:
 
 
 @each_row("is_training", [True, False])
-def test_each_part_waits_for_its_own(is_training: bool) -> None:
+def test_each_part_waits_for_its_own(is_training):
     log: list[str] = []
     model = Model(log)
     started(model)
@@ -74,7 +74,7 @@ def test_each_part_waits_for_its_own(is_training: bool) -> None:
     assert log == ["before block 0", "before block 1", "before head"], "nothing is on its way any more"
 
 
-def test_weights_of_a_module_that_is_not_called_are_waited_for_at_once() -> None:
+def test_weights_of_a_module_that_is_not_called_are_waited_for_at_once():
     log: list[str] = []
     model = Model(log, calls_head=False)
     started(model)

@@ -10,14 +10,14 @@ def layers(width: int, depth: int) -> list[nn.Parameter]:
     return [nn.Linear(width, width, bias=False, device="meta").weight for _ in range(depth)]
 
 
-def test_the_last_bucket_is_small_beside_the_rest() -> None:
+def test_the_last_bucket_is_small_beside_the_rest():
     """Of 40 equal layers each bucket has a tenth; of layers of 16 MiB each has one, since two would pass 25 MiB."""
     small, large = layers(64, 40), layers(2048, 40)
     assert [len(bucket) for bucket in fill_buckets(small, usual_cap_bytes(small))] == [4] * FEWEST_BUCKETS
     assert [len(bucket) for bucket in fill_buckets(large, usual_cap_bytes(large))] == [1] * 40
 
 
-def test_large_gradients_move_as_they_come() -> None:
+def test_large_gradients_move_as_they_come():
     """So that hardly any is held twice. Small ones wait until there are enough to be copied together."""
     parameters = [nn.Linear(1, rows, bias=False).weight for rows in (100, 300_000, 200_000, 90_000, 10)]
     bucket = Bucket(parameters)

@@ -27,7 +27,7 @@ def answers(module: nn.Module, precision: str, batch: dict[str, Tensor]) -> tupl
 @each_row("model", ["lm, llama", "lm, gqa", "lm, gpt2"])  # untied, tied with grouped keys, tied
 @each_row("chunks", [2, 3, 100])
 @each_row(("precision", "near"), [("fp32", 1e-6), ("bf16", 2**-7), ("bf16-true", 2**-7)])
-def test_loss_and_gradients_are_those_of_whole_logits(model: str, chunks: int, precision: str, near: float) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(model, chunks, precision, near):
     batch = make_batch(model, 3, 1)
     batch["labels"] = batch["labels"].clone()
     batch["labels"][1, 2:] = IGNORED
@@ -46,7 +46,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(model: str, chunks: int, p
         assert (gradient - wanted[name]).abs().max() <= near * wanted[name].abs().max(), name
 
 
-def test_only_the_logits_of_a_chunk_exist() -> None:
+def test_only_the_logits_of_a_chunk_exist():
     """Of 512 tokens and a vocabulary of 4000: 12 bytes for each pair at the peak without chunks."""
     hidden, head, targets = torch.randn(512, 8), nn.Linear(8, 4000, bias=False), torch.arange(512)
 
@@ -63,7 +63,7 @@ def test_only_the_logits_of_a_chunk_exist() -> None:
     assert peak(8) < 1 / 8 + 0.05
 
 
-def test_models_with_other_heads_and_losses_are_refused() -> None:
+def test_models_with_other_heads_and_losses_are_refused():
     for model, message in (("plain", "Plain is no causal"), ("llama", "has a head or a loss of its own")):
         with pytest.raises(UnsupportedError, match=f"--loss-chunks: .*{message}"):
             chunk_loss(build(model), 2)

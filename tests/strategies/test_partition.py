@@ -20,7 +20,7 @@ shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8
 
 
 @given(shapes, st.integers(1, 9))
-def test_every_element_has_one_owner(shapes: list[tuple[int, ...]], world_size: int) -> None:
+def test_every_element_has_one_owner(shapes, world_size):
     """Reading all pieces of all ranks in order gives back the parameters (TRAPS 14)."""
     layout = lay_out(shapes, world_size, item_bytes=4)
     parameters = [torch.rand(shape) for shape in shapes]
@@ -37,7 +37,7 @@ def test_every_element_has_one_owner(shapes: list[tuple[int, ...]], world_size: 
 
 
 @given(shapes, st.integers(1, 9), st.sampled_from((1, 2, 4, 8, 16)))
-def test_shards_are_balanced_by_elements(shapes: list[tuple[int, ...]], world_size: int, item_bytes: int) -> None:
+def test_shards_are_balanced_by_elements(shapes, world_size, item_bytes):
     """All shards are of one size, less than 16 bytes above an even share (TRAPS 16), and begin at such a boundary."""
     layout = lay_out(shapes, world_size, item_bytes)
     assert layout.numel == sum(torch.Size(shape).numel() for shape in shapes)
@@ -48,7 +48,7 @@ def test_shards_are_balanced_by_elements(shapes: list[tuple[int, ...]], world_si
 
 
 @given(st.lists(st.lists(st.integers(0, 6), max_size=9), min_size=1, max_size=4))
-def test_orders_merge(orders: list[list[int]]) -> None:
+def test_orders_merge(orders):
     """All units, and the first rank's as that rank ran them, the others once."""
     merged = merge_orders(orders, 7)
     assert set(merged) == set(range(7))
@@ -56,7 +56,7 @@ def test_orders_merge(orders: list[list[int]]) -> None:
     assert len(merged) == len(orders[0]) + 7 - len(set(orders[0]))
 
 
-def test_kinds_are_kept_apart() -> None:
+def test_kinds_are_kept_apart():
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
     c, d = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(1))
     assert [[id(p) for p in group] for group in group_by_kind([a, b, c, d])] == [[id(a), id(d)], [id(b)], [id(c)]]
@@ -94,13 +94,13 @@ def holding(one: torch.Tensor, other: torch.Tensor, kind: str = "trains") -> nn.
 
 @each_row("kind", ["trains", "beside a frozen one", "buffer"])
 @each_row("name", OVERLAPPING)
-def test_two_over_one_memory_are_refused(name: str, kind: str) -> None:
+def test_two_over_one_memory_are_refused(name, kind):
     with pytest.raises(UnsupportedError, match=r"(one and (buffer )?other|other and one) lie"):
         require_own_memory(holding(*OVERLAPPING[name], kind))
 
 
 @each_row("name", APART)
-def test_what_lies_apart_may_share_a_storage(name: str) -> None:
+def test_what_lies_apart_may_share_a_storage(name):
     require_own_memory(holding(*APART[name]))
     require_own_memory(holding(BASE, BASE, "frozen"))
     tied = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
@@ -111,7 +111,7 @@ def test_what_lies_apart_may_share_a_storage(name: str) -> None:
 # Units ---------------------------------------------------------------------------------------------------------------
 
 
-def test_embeddings_are_lookups_that_nothing_else_reads() -> None:
+def test_embeddings_are_lookups_that_nothing_else_reads():
     module = build("llama")
     plans = plan_units(module, 1e9)
     embeddings = find_embeddings(module, plans)
@@ -127,18 +127,18 @@ def test_embeddings_are_lookups_that_nothing_else_reads() -> None:
     assert find_embeddings(several, []).modules == [plain]
 
 
-def test_blocks_are_the_outermost_that_repeat() -> None:
+def test_blocks_are_the_outermost_that_repeat():
     inner = [nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(3)]
     assert find_blocks(nn.Sequential(nn.Embedding(3, 2), nn.ModuleList(inner), nn.Linear(2, 1))) == inner
 
 
-def test_a_block_that_shares_a_weight_with_the_outside_is_none() -> None:
+def test_a_block_that_shares_a_weight_with_the_outside_is_none():
     layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
     layers[3].weight = layers[0].weight
     assert find_blocks(nn.ModuleList([layers])) == list(layers[1:3])
 
 
-def test_without_blocks_neighbours_fill_a_unit() -> None:
+def test_without_blocks_neighbours_fill_a_unit():
     module = build("branching")
     plans = plan_units(module, 200)
     held = [p for plan in plans for p in plan.parameters]

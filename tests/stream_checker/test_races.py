@@ -20,7 +20,7 @@ from scripts import check_streams
 from tests.in_process import run_in_process
 from tests.models import build, make_batch
 from tests.parity import in_stages, strategy_of
-from tests.stream_checker.planted import PLANTED, Planted
+from tests.stream_checker.planted import PLANTED
 from tests.tables import by_default
 
 HAND_WRITTEN = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if "_" not in name or name.split("_")[0] in
@@ -48,7 +48,7 @@ def checked(choice: str, model: str = "llama", micro_batches: int = 1, **more: A
 
 
 @pytest.mark.parametrize("choice", [*HAND_WRITTEN, "pytorch_ddp", "pytorch_zero3"])
-def test_no_race_and_no_host_wait(choice: str) -> None:
+def test_no_race_and_no_host_wait(choice):
     """Also with clipping, and with buffers."""
     model = "normed" if choice in ("simple_ddp", "zero2", "pytorch_ddp") else "llama"
     check_late_and_early(choice, model, 2, clip_grad_norm=0.1)
@@ -67,12 +67,12 @@ IN_STAGES = [(choice, schedule) for choice in ("tp", "zero1", "zero2", "zero3") 
 
 
 @pytest.mark.parametrize("case", by_default(IN_STAGES, ("tp", "interleaved"), ("zero2", "1f1b"), ("zero3", "zb-h1")))
-def test_no_race_and_no_host_wait_in_a_pipeline(case: tuple[str, str]) -> None:
+def test_no_race_and_no_host_wait_in_a_pipeline(case):
     """On the first rank of two, which has two of four stages in the interleaved schedule."""
     check_late_and_early(case[0], "lm, long", 3, schedule=case[1], clip_grad_norm=0.1)
 
 
-def test_a_message_of_unknown_form_is_a_wait_of_the_host() -> None:
+def test_a_message_of_unknown_form_is_a_wait_of_the_host():
     """Its receiver must be told of it first, which is so in the first step alone."""
     with mock.patch("pipeline_parallel.walk.form_of", lambda *_: object()):
         seen = checked("tp", "lm, long", 2, schedule="1f1b")
@@ -82,7 +82,7 @@ def test_a_message_of_unknown_form_is_a_wait_of_the_host() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", [*HAND_WRITTEN, *REFERENCES])
-def test_no_race_under_any_module(choice: str) -> None:
+def test_no_race_under_any_module(choice):
     for model, micro_batches in itertools.product(("plain", "llama", "normed"), (1, 3)):
         check_late_and_early(choice, model, micro_batches, clip_grad_norm=0.1)
 
@@ -110,14 +110,14 @@ TRIED = [
 
 
 @pytest.mark.parametrize("case", by_default(SETTINGS, *TRIED))
-def test_settings(case: tuple[str, str, dict[str, Any]]) -> None:
+def test_settings(case):
     choice, model, options = case
     more = {"shard_size": options["shard_size"]} if "shard_size" in options else {"options": options}
     check_late_and_early(choice, model, 2, **more)
 
 
 @pytest.mark.parametrize("choice", by_default(HAND_WRITTEN, "simple_ddp_async", "bucket_ddp_async", "zero1", "zero3"))
-def test_an_abandoned_step_leaves_no_race(choice: str) -> None:
+def test_an_abandoned_step_leaves_no_race(choice):
     """A micro-batch fails while communication is under way: of the one before, or of its own later layers."""
     check_abandoned(choice, "backward", 3, 2 if choice.startswith("zero") else None)
 
@@ -146,21 +146,21 @@ def check_abandoned(choice: str, where: str, micro_batch: int, shard_size: int |
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=[one.what for one in PLANTED])
-def test_a_planted_race_is_found(planted: Planted) -> None:
+def test_a_planted_race_is_found(planted):
     with planted.there():
         seen = checked(planted.choice, planted.model, 2, options=planted.options, is_late=False, **planted.more)
     assert seen.races and any(planted.says in text for text in seen.races), dict(seen.races)
 
 
 @pytest.mark.slow
-def test_the_table_in_the_docs() -> None:
+def test_the_table_in_the_docs():
     done = run_in_process(check_streams)
     text = (ROOT / "docs" / "streams.md").read_text()
     assert done.returncode == 0
     assert done.stdout.strip() == text.partition("<!-- streams -->")[2].partition("<!-- /streams -->")[0].strip()
 
 
-def test_the_command_tells_of_a_race() -> None:
+def test_the_command_tells_of_a_race():
     planted = next(one for one in PLANTED if one.choice == "zero3")
     with planted.there():
         done = run_in_process(check_streams, "--choices", "zero3", "--model", planted.model)

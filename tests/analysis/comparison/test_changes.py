@@ -41,7 +41,7 @@ def by_figure(baseline: Run, run: Run) -> dict[str, Any]:
     return {row["figure"]: row for row in changes(baseline, run).to_dict("records")}
 
 
-def test_step_times_a_tenth_longer() -> None:
+def test_step_times_a_tenth_longer():
     """40 steps of 100 ms, times a rhythm whose median is 1.005, and of 110 ms."""
     rows = by_figure(Run(timed("a", 0.1), None), Run(timed("a", 0.11), None))
     time, rate = rows["step time"], rows["throughput"]
@@ -54,7 +54,7 @@ def test_step_times_a_tenth_longer() -> None:
     assert by_figure(Run(timed("a", 0.11), None), Run(timed("a", 0.1), None))["step time"]["result"] == "better"
 
 
-def test_what_does_not_differ_and_what_cannot_be_known() -> None:
+def test_what_does_not_differ_and_what_cannot_be_known():
     """Without traces, and with few steps."""
     same, wobbly = Run(timed("a", 0.1), None), Run(timed("a", 0.1, 0.01), None)
     assert by_figure(same, same)["step time"]["result"] == by_figure(same, same)["throughput"]["result"] == "equal"
@@ -67,7 +67,7 @@ def test_what_does_not_differ_and_what_cannot_be_known() -> None:
     assert rows["peak memory"]["result"] == "equal" and rows["accuracy"]["baseline"] == 50.0
 
 
-def test_parts_of_a_step_are_tested_by_step_and_calls_are_counted() -> None:
+def test_parts_of_a_step_are_tested_by_step_and_calls_are_counted():
     """18 profiled steps around 10 ms become 2 ms longer, of which as before a fifth is exposed: 2 to 2.4 ms."""
     lengths = (10 * RHYTHM[:18]).tolist()
     longer = [length + 2 for length in lengths]
@@ -118,7 +118,7 @@ def zero3(tmp_path: Path) -> Path:
     return folder
 
 
-def test_changes_of_two_runs(zero3: Path) -> None:
+def test_changes_of_two_runs(zero3):
     answer = compare_runs(str(zero3), "--baseline", OLD)
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
     folder = zero3.parent.parent / "reports_sharding" / "zero3"
@@ -138,7 +138,7 @@ def test_changes_of_two_runs(zero3: Path) -> None:
         assert "step time" in named or "step time" not in worse
 
 
-def test_runs_from_elsewhere_and_without_traces(zero3: Path, tmp_path: Path) -> None:
+def test_runs_from_elsewhere_and_without_traces(zero3, tmp_path):
     other = run_in(tmp_path / "kept" / "zero3", OLD, timed("zero3", 0.2))
     untraced = record_of_eight_steps("zero3", 0.1) | {"run_id": "later", "eval": None}
     untraced["config"] |= {"no_profile": True, "no_eval": True}

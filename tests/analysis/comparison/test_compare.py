@@ -41,7 +41,7 @@ def body_of(text: str) -> str:
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
-def test_steps_are_held_against_the_reference_one_by_one() -> None:
+def test_steps_are_held_against_the_reference_one_by_one():
     """40 steps of exactly 1.1 and 0.9 of the reference's, and one that is now above and now below."""
     records = {"a": timed("a", 0.1), "b": timed("b", 0.11), "c": timed("c", 0.09), "d": timed("d", 0.1, 0.01)}
     records["b"]["train_loss"] = [*records["a"]["train_loss"][:-1], 1.25]
@@ -85,7 +85,7 @@ BY_PASSES = {
 
 
 @each_row("case", BY_PASSES)
-def test_a_verdict_is_what_every_pass_says_on_an_equal_machine(case: str) -> None:
+def test_a_verdict_is_what_every_pass_says_on_an_equal_machine(case):
     reference, other, judged, by_pass, said = BY_PASSES[case]
     records = {"a": in_passes("a", *reference), "b": in_passes("b", *other), "c": in_passes("c", *[0.2] * len(other))}
     table = comparison(records, {}, "a").set_index("choice")
@@ -103,7 +103,7 @@ def computing(*passes: float) -> Traced:
     return Traced(nothing, steps[0], nothing, nothing, 5, dict(enumerate(steps[1:], 2)))
 
 
-def test_compute_of_equal_work_takes_equal_time() -> None:
+def test_compute_of_equal_work_takes_equal_time():
     """Of one choice in all passes; of single runs that do equal compute. Sharded choices copy, and are not held so."""
     passes = {name: in_passes(name, 0.1, 0.1) | {"shards": []} for name in ("a", "b")}
     alone = {name: timed(name, 0.1) | {"shards": []} for name in ("a", "b")}
@@ -118,7 +118,7 @@ def test_compute_of_equal_work_takes_equal_time() -> None:
         assert said in found and bool(said) == bool(found)
 
 
-def test_a_disturbed_pass_withholds_every_claim(tmp_path: Path) -> None:
+def test_a_disturbed_pass_withholds_every_claim(tmp_path):
     """Nor is anything ranked by time."""
     records = {"pytorch_ddp": in_passes("pytorch_ddp", 0.5, 0.5), "b": in_passes("b", 0.09, 0.45)}
     found = Compared(records, {}, "pytorch_ddp", [], [])
@@ -131,7 +131,7 @@ def test_a_disturbed_pass_withholds_every_claim(tmp_path: Path) -> None:
     assert pd.read_csv(tmp_path / "compare.csv")["withheld"].notna().all()
 
 
-def test_an_unknown_verdict_has_its_reason() -> None:
+def test_an_unknown_verdict_has_its_reason():
     short = {"ref": timed("ref", 0.2, steps=4), "b": timed("b", 0.1, steps=4), "c": timed("c", 0.1)}
     (said,) = Compared(short, {}, "ref", [], []).unknown
     assert "b and c" in said and "3 pairs" in said and f"takes {fewest_pairs(2)}" in said
@@ -201,15 +201,13 @@ CONCLUSIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[s
 
 
 @each_row("records, how, says, never", CONCLUSIONS)
-def test_who_wins_and_why(
-    records: dict[str, Any], how: dict[str, Any], says: tuple[str, ...], never: tuple[str, ...]
-) -> None:
+def test_who_wins_and_why(records, how, says, never):
     text = concluded(records, **how)
     assert all(word in text for word in says) and not any(word in text for word in never), text
 
 
 @each_row("others", [1, 6])
-def test_as_many_steps_as_are_asked_for_are_enough(others: int) -> None:
+def test_as_many_steps_as_are_asked_for_are_enough(others):
     """Every further comparison makes chance likelier, so that each needs more pairs."""
     names = ["ref", *(f"choice_{place}" for place in range(others))]
     enough = fewest_pairs(others)
@@ -218,7 +216,7 @@ def test_as_many_steps_as_are_asked_for_are_enough(others: int) -> None:
         assert concluded(records).startswith(begins)
 
 
-def test_a_fast_choice_that_fails_its_audit_is_suspected() -> None:
+def test_a_fast_choice_that_fails_its_audit_is_suspected():
     table = comparison(RUNS, {}, "ref")
     for failures, is_sure in (([0, 2], False), ([0, 0], True)):
         table["audit_failures"] = failures
@@ -233,7 +231,7 @@ SHARED = {"gpu_sharing": "2 ranks a GPU, in turns"}
 
 
 @each_row("one, other", [(NCCL2, LEGACY), (NCCL2 | SHARED, NCCL2)])
-def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one: dict[str, str], other: dict[str, str]) -> None:
+def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one, other):
     """Over torch's `nccl` the reference takes twice as long as `ours`, over the older class a tenth longer."""
     records = {
         "ours": timed("ours", 0.1) | one,
@@ -268,7 +266,7 @@ DIFFERENT = {
 
 
 @each_row("case", DIFFERENT)
-def test_runs_that_differ_stand_in_no_table(case: str) -> None:
+def test_runs_that_differ_stand_in_no_table(case):
     changes, expected = DIFFERENT[case]
     said = {"host": "here", "threads": 1, "versions": {"torch": "2.15", "nccl": "2.30"}}
     first, second = record("a", 1.0) | said, record("b", 1.0) | said
@@ -279,7 +277,7 @@ def test_runs_that_differ_stand_in_no_table(case: str) -> None:
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_may_differ_is_named_and_says_what_does_not_compare() -> None:
+def test_what_may_differ_is_named_and_says_what_does_not_compare():
     """Nobody can allow different links."""
     first, second = record("a", 1.0), record("b", 1.0)
     second["config"]["lr"], second["device_name"] = 0.2, "other"
@@ -303,7 +301,7 @@ def compared(folder: Path, allowed: tuple[str, ...] = (), **changes: Any) -> Com
     return Compared(records, traced, "pytorch_ddp", ["failed<b>"], require_comparable(records, allowed))
 
 
-def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
+def test_the_page_says_what_the_csv_says(tmp_path):
     page = write_comparison(compared(tmp_path), tmp_path)
     table = pd.read_csv(tmp_path / "compare.csv")
     left_out = not_shown(page, tmp_path / "compare.csv") - set(table.columns[table.isna().all()])
@@ -315,7 +313,7 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
     assert "failed<b>" not in body and "Warning" not in body
 
 
-def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
+def test_pages_label_what_changes_a_run(tmp_path):
     assert labels(None) == labels(record("a", 1.0)) == []
     settings = {"compress": "int8", "overlap_optimizer": True, "precision": "bf16-true", "link": "1gbit"}
     changed = {"config": record("a", 1.0)["config"] | settings, "notes": ["2 buckets fit this <link>"]} | SHARED
@@ -331,7 +329,7 @@ def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     assert all(words in text for words in said)
 
 
-def test_the_page_warns_of_what_differs_and_of_what_fails_its_audit(tmp_path: Path) -> None:
+def test_the_page_warns_of_what_differs_and_of_what_fails_its_audit(tmp_path):
     wrong = {"device_name": "<i>", "expected_traffic": [{"kind": "all_reduce", "count": 2, "payload_bytes": 4000}]}
     found = compared(tmp_path, ("device",), **wrong)
     body = body_of(comparison_page(found))

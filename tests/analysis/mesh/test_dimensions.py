@@ -36,13 +36,13 @@ def of_text(text: str) -> dict[str, int]:
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40, unique=True).map(sorted), st.integers(0, 2))
-def test_ranks_are_read_from_the_name_of_a_mark(ranks: list[int], alike: int) -> None:
+def test_ranks_are_read_from_the_name_of_a_mark(ranks, alike):
     name = f"ranks {ranks_text(ranks)}" + (f" ({alike + 1})" if alike else "")
     assert ranks_of(name, 1000) == tuple(ranks) and shown(name, 1000) == name
     assert ranks_of(f"ranks {str(ranks).strip('[]')}, group 7", 1000) == tuple(ranks)
 
 
-def test_names_of_groups() -> None:
+def test_names_of_groups():
     assert shown("ranks 0-3 (2)", 4) == "all ranks (2)" and shown("ranks 0, 1, group 5", 2) == "all ranks, group 5"
     assert ranks_of("all ranks (2)", 3) == (0, 1, 2)
     for unknown in ("", "group 3", "ranks ", "ranks 0-99999999999", "ranks 0, 1, ..., 63, group 0", "ranks 1-x"):
@@ -50,7 +50,7 @@ def test_names_of_groups() -> None:
 
 
 @each_row("text", MESHES)
-def test_coordinates_and_dimensions_agree_with_those_of_training(text: str) -> None:
+def test_coordinates_and_dimensions_agree_with_those_of_training(text):
     theirs, mesh = Mesh.parse(text), of_text(text)
     assert [coordinates(mesh, rank) for rank in range(theirs.size)] == [
         theirs.coordinates(rank) for rank in range(theirs.size)
@@ -65,7 +65,7 @@ def test_coordinates_and_dimensions_agree_with_those_of_training(text: str) -> N
     assert nowhere.dimension == ""
 
 
-def test_dimensions_of_groups() -> None:
+def test_dimensions_of_groups():
     mesh = of_text("replicate=2,shard=2,tp=4")
     expected: dict[tuple[int, ...], str] = {
         (0, 1, 2, 3): "tp",
@@ -99,7 +99,7 @@ def test_dimensions_of_groups() -> None:
 DP, TP = "ranks 0,2", "ranks 0,1"
 
 
-def test_exposed_time_by_dimension() -> None:
+def test_exposed_time_by_dimension():
     """Compute until 40. dp from 30 to 70, tp from 60 to 90: exposed 50 in all, of which 10 are of both."""
     calls = [("all_reduce", 8, 30, 70, DP, 2), ("all_reduce", 16, 60, 90, TP, 2)]
     found = exposure([timeline(0, [(0, 100)], [(0, 40)], calls, world_size=4)], False, SQUARE)
@@ -111,7 +111,7 @@ def test_exposed_time_by_dimension() -> None:
     assert found.collectives["dimension"].tolist() == ["dp", "tp"]
 
 
-def test_a_message_that_is_posted_ahead_counts_where_it_is_waited_for_or_alone(monkeypatch: Any) -> None:
+def test_a_message_that_is_posted_ahead_counts_where_it_is_waited_for_or_alone(monkeypatch):
     """From 10 to 90 it is on its way, and awaited from 50. tp runs from 40 to 60; compute until 30."""
     calls = [("send_recv", 8, 10, 90, "ranks 0,2", 2), ("all_reduce", 16, 40, 60, TP, 2)]
     monkeypatch.setattr("ddp_lab.analysis.metrics.exposure.message_waits", lambda _: np.array([[50.0, 90.0]]))
@@ -129,7 +129,7 @@ def on_square(start: dict[int, float]) -> list[Any]:
     return made
 
 
-def test_the_audit_tells_dimensions_apart() -> None:
+def test_the_audit_tells_dimensions_apart():
     """Two ranks of four on a mesh. A payload on the wrong dimension is right by kind alone."""
     made = [replace(each, steps=each.steps.assign(number=5)) for each in on_square({0: 10, 1: 10})]
     run = record_of_eight_steps("x", 0.1)
@@ -154,7 +154,7 @@ def test_the_audit_tells_dimensions_apart() -> None:
     assert dimensions(pd.Series(["", "ranks 0,3"]), SQUARE).tolist() == ["", ""]
 
 
-def test_stages_of_a_pipeline_are_no_stragglers() -> None:
+def test_stages_of_a_pipeline_are_no_stragglers():
     """Rank 1 is 10 late for rank 0, with which it shares layers, or a pipeline. Over dp nobody is late."""
     made = on_square({0: 10, 1: 20, 2: 10, 3: 10})
     for mesh, counted, late in ((SQUARE, 2, 0.01), ({"dp": 2, "pp": 2}, 1, 0)):

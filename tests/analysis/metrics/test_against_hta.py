@@ -118,11 +118,11 @@ def require_agreement(trace: dict[str, Any]) -> None:
 
 @settings(max_examples=8)
 @given(device_steps)
-def test_device_kernels(steps: list[Any]) -> None:
+def test_device_kernels(steps):
     require_agreement(device_trace(steps))
 
 
 @settings(max_examples=8)
 @given(cpu_steps)
-def test_lowered_traces(steps: list[Any]) -> None:
+def test_lowered_traces(steps):
     require_agreement(threads_trace(steps))

@@ -24,7 +24,7 @@ def results(table: pd.DataFrame) -> dict[tuple[str, int | None], str]:
     return dict(zip(zip(table["subject"], ranks, strict=True), table["result"], strict=True))
 
 
-def test_a_right_run_passes_every_check() -> None:
+def test_a_right_run_passes_every_check():
     table = audit(timelines(), record_of_eight_steps("x", 0.1))
     assert set(table["result"]) == {"pass"} and (table["difference"].abs() <= table["tolerance"]).all()
     whole = ["optimizer steps", "samples trained on", "samples evaluated"]
@@ -48,13 +48,13 @@ def test_a_right_run_passes_every_check() -> None:
         ({"eval": None}, set()),
     ],
 )
-def test_what_differs_from_the_record_fails(change: dict[str, Any], failing: set[Any]) -> None:
+def test_what_differs_from_the_record_fails(change, failing):
     found = results(audit(timelines(), {**record_of_eight_steps("x", 0.1), **change}))
     failed = {key for key, result in found.items() if result == "fail" and "payload" not in key[0]}
     assert failed == failing
 
 
-def test_state_beyond_the_formula_fails() -> None:
+def test_state_beyond_the_formula_fails():
     run = record_of_eight_steps("x", 0.1)
     run["memory"][1]["gradients_bytes"] *= 2
     table = audit(timelines(), run)
@@ -63,7 +63,7 @@ def test_state_beyond_the_formula_fails() -> None:
     assert row["difference"] == row["measured"] - row["expected"] == 10 * 2**20 + 8
 
 
-def test_a_step_of_fewer_samples_is_not_compared() -> None:
+def test_a_step_of_fewer_samples_is_not_compared():
     """In step 6 both ranks communicate nothing, and the record says that it trained on half of the samples."""
     made = []
     for each in timelines():
@@ -81,6 +81,6 @@ def test_a_step_of_fewer_samples_is_not_compared() -> None:
     assert set(none_full.loc[none_full["steps"].notna(), "result"]) == {"unknown"}
 
 
-def test_unknown_sizes_are_not_called_right() -> None:
+def test_unknown_sizes_are_not_called_right():
     found = results(audit(timelines(cuda_trace), record_of_eight_steps("x", 0.1)))
     assert found[("all-reduce: calls", 0)] == "pass" and found[("all-reduce: payload", 0)] == "unknown"

@@ -53,7 +53,7 @@ def timeline(
     )
 
 
-def test_kernels_belong_to_the_step_that_launched_them(tmp_path: Path) -> None:
+def test_kernels_belong_to_the_step_that_launched_them(tmp_path):
     """Docstring of `ahead_trace`. At the end of the host's second step, at 200, the device has not begun the first."""
     analysis = analyse_window(find_windows(write_run(tmp_path, ahead_trace))[0])
     steps = analysis.exposure.steps
@@ -66,7 +66,7 @@ def test_kernels_belong_to_the_step_that_launched_them(tmp_path: Path) -> None:
     assert bounds(analysis.timelines[0], 6) == (1300, 2300)
 
 
-def test_waiting_is_laid_to_the_late_rank() -> None:
+def test_waiting_is_laid_to_the_late_rank():
     """Rank 1 arrives at 80; rank 0 is there from 20 on and computes until 40. Both end at 100.
 
     On rank 0, 20 us are hidden, then 40 us are waiting and 20 transfer. Rank 1 computes until 80: only transfer."""
@@ -84,7 +84,7 @@ def test_waiting_is_laid_to_the_late_rank() -> None:
     assert rows["algbw_gbps"].tolist() == pytest.approx([0.1, 0.1])
 
 
-def test_clocks_of_two_hosts_are_aligned() -> None:
+def test_clocks_of_two_hosts_are_aligned():
     """Rank 1's clock is 5 ms ahead; on one clock, it is 10 us late in each of three all-reduces, which end together."""
     calls = [("all_reduce", 8, start, start + 60) for start in (100, 200, 300)]
     ahead = [("all_reduce", 8, 5010 + start, 5060 + start) for _, _, start, _ in calls]
@@ -94,7 +94,7 @@ def test_clocks_of_two_hosts_are_aligned() -> None:
     assert found.collectives.groupby("rank")["wait_ms"].max().tolist() == pytest.approx([0.01, 0])
 
 
-def test_what_ranks_do_not_share_is_not_split() -> None:
+def test_what_ranks_do_not_share_is_not_split():
     """At one place they differ in kind, and at one in size: no last arrival, so no wait is claimed."""
     calls = [("all_reduce", 8, 10, 20), ("broadcast", 8, 30, 40), ("all_reduce", 8, 50, 60)]
     other = [("all_reduce", 8, 10, 20), ("all_reduce", 8, 30, 40), ("all_reduce", 16, 50, 60)]
@@ -107,7 +107,7 @@ def test_what_ranks_do_not_share_is_not_split() -> None:
     assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.01] * 6)
 
 
-def test_a_call_that_was_not_recorded_pairs_none_of_its_step_wrongly() -> None:
+def test_a_call_that_was_not_recorded_pairs_none_of_its_step_wrongly():
     """Rank 1's second call of step 0 is missing: nobody can tell which is whose there; step 1 is whole."""
     calls = [("all_reduce", size, start, start + 10) for size, start in ((8, 10), (8, 30), (8, 50), (8, 110), (8, 130))]
     both = [calls, [call for call in calls if call[2] != 30]]
@@ -120,6 +120,6 @@ def test_a_call_that_was_not_recorded_pairs_none_of_its_step_wrongly() -> None:
 
 
 @each_row(("kind", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0), ("scatter", 0.75)])
-def test_bus_factors_are_those_of_nccl_tests(kind: str, factor: float) -> None:
+def test_bus_factors_are_those_of_nccl_tests(kind, factor):
     assert bus_factor(kind, 4) == factor
     assert np.isnan(bus_factor("all_reduce", float("nan")))

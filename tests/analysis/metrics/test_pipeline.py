@@ -39,7 +39,7 @@ def trace(rank: int, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_step_of_two_stages(kind: str) -> None:
+def test_a_step_of_two_stages(kind):
     """From 100 to 700. Rank 0 computes 400 and waits 2 x 100 for gradients. Rank 1 computes 390; from 100 on, it waits
     100 and 10 for activations, and it is done 100 before rank 0."""
     timelines = [timeline_of(trace(rank, kind), rank) for rank in range(2)]
@@ -64,7 +64,7 @@ def test_a_step_of_two_stages(kind: str) -> None:
 
 
 @pytest.mark.parametrize("make", [cpu_trace, cuda_trace])
-def test_no_pipeline(make: Any) -> None:
+def test_no_pipeline(make):
     """Neither in a trace of other software, nor on a mesh without one."""
     clocks = pd.DataFrame({"rank": [0, 1], "offset_ms": 0.0})
     for trace_of, mesh in ((make, MESH), (lambda rank: trace(rank, "cpu"), {"dp": 2})):

@@ -3,8 +3,6 @@
 Planted in real runs: `test_real_runs.py`.
 """
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 
@@ -23,7 +21,7 @@ from tests.traces import cpu_trace, write
 LOW, HIGH, WORLD = (("ranks 0, 1, group 1", 2), ("ranks 2, 3, group 2", 2), ("ranks 0, 1, 2, 3, group 0", 4))
 
 
-def test_two_groups_in_flight_at_once() -> None:
+def test_two_groups_in_flight_at_once():
     """Each rank issues one collective of all ranks and one of its half. In the low half the order is the other way
     round, so that places alone would match collectives of different groups.
 
@@ -45,7 +43,7 @@ def test_two_groups_in_flight_at_once() -> None:
     assert late["last"].tolist() == [0, 1, 1, 1] and late["collectives"].tolist() == [2, 2, 2, 2]
 
 
-def test_gloo_does_not_say_which_group(tmp_path: Path) -> None:
+def test_gloo_does_not_say_which_group(tmp_path):
     """With a second group of other ranks nobody can tell; with one of the same ranks it makes no difference."""
     world, half, alone = ({"pg_name": "0", "ranks": ranks} for ranks in ([0, 1, 2], [0, 1], [0]))
     assert only_group({"pg_config": [world, dict(world, pg_name="1"), alone]}) == "all ranks" == only_group({})
@@ -65,7 +63,7 @@ def test_gloo_does_not_say_which_group(tmp_path: Path) -> None:
 # Bandwidth and buckets -----------------------------------------------------------------------------------------------
 
 
-def test_bandwidth_is_of_the_collective() -> None:
+def test_bandwidth_is_of_the_collective():
     """A broadcast of 1000 bytes: the root runs 0 .. 40, the other 20 .. 70. From 20 to 70 are 50 us, so 0.02 GB/s on
     both ranks, although the root's own transfer took 20 us. A second one's root is done at 110, before the other
     arrives at 120: no bandwidth."""
@@ -76,7 +74,7 @@ def test_bandwidth_is_of_the_collective() -> None:
     assert rates.loc[0].tolist() == pytest.approx([0.02, 0.02]) and rates.loc[1].isna().all()
 
 
-def test_each_bucket_has_a_row() -> None:
+def test_each_bucket_has_a_row():
     """Backward ends at 50 (`timeline`). Two buckets of one size stay apart."""
     few = [("all_reduce", 100, 20, 30), ("all_reduce", 100, 40, 60), ("all_reduce", 20, 60, 64)]
     found = exposure([timeline(rank, [(0, 100)], [(0, 50)], few) for rank in range(2)])

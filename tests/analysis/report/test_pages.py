@@ -132,9 +132,7 @@ def order(page: Page, of_table: str, column: str) -> list[str]:
     ("name", "scheme", "width"),
     [("summary.html", "dark", 390), ("compare.html", "light", 1280)],
 )
-def test_pages_fit_and_draw_every_figure_where_it_stays(
-    folder: Path, open_page: Opener, name: str, scheme: str, width: int
-) -> None:
+def test_pages_fit_and_draw_every_figure_where_it_stays(folder, open_page, name, scheme, width):
     viewport = {"viewport": {"width": width, "height": 800}} if width < 1280 else {}
     page = open_page(folder / name, color_scheme=scheme, **viewport)
     assert page.locator("html").get_attribute("data-theme") == scheme
@@ -157,7 +155,7 @@ def test_pages_fit_and_draw_every_figure_where_it_stays(
 
 
 @needs_browser
-def test_tables_sort_by_click_and_by_keyboard(small_page: Path, open_page: Opener) -> None:
+def test_tables_sort_by_click_and_by_keyboard(small_page, open_page):
     page = open_page(small_page)
     heading = page.get_by_role("columnheader", name="size")
     heading.get_by_role("button").click()
@@ -171,7 +169,7 @@ def test_tables_sort_by_click_and_by_keyboard(small_page: Path, open_page: Opene
 
 
 @needs_browser
-def test_lanes_zoom_to_a_kernel(folder: Path, open_page: Opener) -> None:
+def test_lanes_zoom_to_a_kernel(folder, open_page):
     """The all-reduce of step 6 runs from 600 to 900 us, `aten::short` from 720 to 725 us."""
     page = open_page(folder / "summary.html", color_scheme="light")
     plot = page.locator(".plot").first
@@ -191,7 +189,7 @@ def test_lanes_zoom_to_a_kernel(folder: Path, open_page: Opener) -> None:
 
 
 @needs_browser
-def test_hostile_names_are_text(folder: Path, small_page: Path, open_page: Opener) -> None:
+def test_hostile_names_are_text(folder, small_page, open_page):
     """`open_page` fails on any dialog, error or request."""
     for page in (open_page(folder / "summary.html", color_scheme="light"), open_page(small_page)):
         assert page.locator("h1").text_content().startswith("<script>alert(1)</script><img")
@@ -200,7 +198,7 @@ def test_hostile_names_are_text(folder: Path, small_page: Path, open_page: Opene
     assert (folder / "summary.html").stat().st_size < LARGEST_PAGE
 
 
-def test_an_outlier_flattens_no_figure() -> None:
+def test_an_outlier_flattens_no_figure():
     """One of eight is 20 times as long, or large: the axis ends near the others, and the value is written there."""
     for values, end in (([1, 1, 1.2, 30], 1.5), ([1, 3, 4], 4), ([1, 9], 1.25), ([0, 0], 1), ([2, 2, 2, 8], 8)):
         assert axis_end(values) == end, values
@@ -219,7 +217,7 @@ def test_an_outlier_flattens_no_figure() -> None:
 RANKS = 18
 
 
-def test_many_ranks_are_three_ranks_and_their_spread(tmp_path: Path) -> None:
+def test_many_ranks_are_three_ranks_and_their_spread(tmp_path):
     """18 ranks: the later a rank, the longer its second operator and the later it arrives; rank 17 is the slowest."""
     files = {}
     for rank in range(RANKS):
@@ -246,7 +244,7 @@ def test_many_ranks_are_three_ranks_and_their_spread(tmp_path: Path) -> None:
     assert [row[0] for row in heat.data[1].z] == pytest.approx([(RANKS - 1 - rank) / 1000 for rank in range(RANKS)])
 
 
-def test_many_kernels_stay_light(tmp_path: Path) -> None:
+def test_many_kernels_stay_light(tmp_path):
     """20,000 kernels a step, with gaps that must be bridged in steps, and 5,000 collectives, each on its own stream."""
 
     def timeline(rank: int) -> RankTimeline:

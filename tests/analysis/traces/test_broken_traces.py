@@ -4,7 +4,6 @@ import csv
 import gzip
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def content(what: Any) -> bytes:
 
 
 @each_row("case", UNUSABLE)
-def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path, case: str) -> None:
+def test_what_cannot_be_used_is_said_in_one_line(tmp_path, case):
     data, message = UNUSABLE[case]
     path = tmp_path / NAME
     path.write_bytes(content(data))
@@ -75,7 +74,7 @@ def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path, case: str) -> N
     assert re.search(message, found), found
 
 
-def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path, capsys):
     trace_dir = write_run(tmp_path / "profile" / "x")
     broken, whole = (next(trace_dir.glob(f"rank_{rank}/*")) for rank in (0, 1))
     broken.write_bytes(b"")
@@ -95,9 +94,7 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path: Path, capsy
     assert page.read_bytes() == before
 
 
-def test_an_incomplete_run_has_no_figure_that_compares_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_incomplete_run_has_no_figure_that_compares_ranks(tmp_path, capsys):
     trace_dir = write_run(tmp_path / "profile" / "x")
     next(trace_dir.glob("rank_0/*")).unlink()
     assert main("reports", ["--trace-dir", str(trace_dir)]) == 0
@@ -108,7 +105,7 @@ def test_an_incomplete_run_has_no_figure_that_compares_ranks(
     assert found.steps["exposed_ms"].tolist() == pytest.approx([0.2, 0.2])
 
 
-def test_a_window_that_cannot_be_used_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_that_cannot_be_used_leaves_the_others(tmp_path, capsys):
     for run in ("20261121-090000-aaaa", "20261121-100000-bbbb"):
         trace_dir = write_run(tmp_path / "profile" / "x", run_id=run)
     for path in trace_dir.glob("rank_*/*aaaa*"):
@@ -127,9 +124,7 @@ def test_a_window_that_cannot_be_used_leaves_the_others(tmp_path: Path, capsys: 
         (lambda: cpu_trace(0, world_size=3), "has a world size of 2, but"),
     ],
 )
-def test_ranks_that_do_not_belong_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
-) -> None:
+def test_ranks_that_do_not_belong_together(tmp_path, capsys, change, message):
     trace_dir = write_run(tmp_path)
     write(next(trace_dir.glob("rank_0/*")), change())
     assert main("reports", ["--trace-dir", str(trace_dir), "--output-dir", str(tmp_path / "out")]) == 1
@@ -137,7 +132,7 @@ def test_ranks_that_do_not_belong_together(
     assert reads.startswith("reading ") and message in error and not (tmp_path / "out").exists()
 
 
-def test_a_file_in_the_folder_of_another_rank(tmp_path: Path) -> None:
+def test_a_file_in_the_folder_of_another_rank(tmp_path):
     trace_dir = write_run(tmp_path)
     write(next(trace_dir.glob("rank_0/*")), cpu_trace(1))
     (problem,) = analyse_window(find_windows(trace_dir)[0]).problems
@@ -150,7 +145,7 @@ HOSTILE = ["<script>alert(1)</script>", "'\"><img src=x onerror=alert(1)>", "=cm
 
 
 @each_row("name", ["".join(HOSTILE), HOSTILE[2], "x" * 2**20])
-def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
+def test_hostile_names_are_text(tmp_path, name):
     """On the page, and in tables, where no field is a formula."""
     for rank in range(2):
         trace = cuda_trace(rank, **{"Process Group Name": name, "dtype": name, "Collective name": name})

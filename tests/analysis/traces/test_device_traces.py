@@ -64,7 +64,7 @@ def kind_and_bytes(args: dict[str, Any]) -> tuple[str, int]:
 
 
 @each_row("folder", REAL)
-def test_times(folder: Path) -> None:
+def test_times(folder):
     """Of each step of each rank: compute, exposed and hidden communication, copies, idle."""
     analysis = analysed(folder)
     steps = analysis.exposure.steps
@@ -88,7 +88,7 @@ def test_times(folder: Path) -> None:
         ("zero3", {("all_gather", 16): (33, 3_057_905_664), ("reduce_scatter", 16): (18, 4 * 852_559_872)}),
     ],
 )
-def test_collectives_of_two_ranks(choice: str, calls: dict[tuple[str, int], tuple[int, int]]) -> None:
+def test_collectives_of_two_ranks(choice, calls):
     """Over ProcessGroupNCCL2: by kind and stream calls and bytes; of each call what is wait and what is transfer, how
     much of either no compute hides, and how many kernels of compute began within. Stream 16 is the group's own, 7 the
     one that computes."""

@@ -24,7 +24,7 @@ from tests.traces import cuda_trace, timeline_of, write
     ],
 )
 @each_row("says_rank", [True, False])
-def test_ranks_of_foreign_files(tmp_path: Path, names: tuple[str, str], says_rank: bool) -> None:
+def test_ranks_of_foreign_files(tmp_path, names, says_rank):
     """By distributedInfo; without it, or where it says the same of all, by the names of file or folder."""
     for rank, name in enumerate(names):
         trace = cuda_trace(rank)
@@ -42,7 +42,7 @@ def test_ranks_of_foreign_files(tmp_path: Path, names: tuple[str, str], says_ran
         assert analyse_window(window).problems == []
 
 
-def test_windows_of_foreign_files_are_told_apart_by_their_steps(tmp_path: Path) -> None:
+def test_windows_of_foreign_files_are_told_apart_by_their_steps(tmp_path):
     for rank in range(2):
         for later in (-5, 5):  # the first window begins with step 0
             trace = cuda_trace(rank)
@@ -54,7 +54,7 @@ def test_windows_of_foreign_files_are_told_apart_by_their_steps(tmp_path: Path) 
     assert [(window.step, list(window.files)) for window in windows] == [(0, [0, 1]), (10, [0, 1])]
 
 
-def test_a_broken_foreign_file_belongs_to_the_window_that_lacks_its_rank(tmp_path: Path) -> None:
+def test_a_broken_foreign_file_belongs_to_the_window_that_lacks_its_rank(tmp_path):
     """Without a world size, only the name of the broken file says that a rank is missing."""
     trace = cuda_trace(0)
     del trace["distributedInfo"]["world_size"]
@@ -65,7 +65,7 @@ def test_a_broken_foreign_file_belongs_to_the_window_that_lacks_its_rank(tmp_pat
         assert "rank_1.json.gz" in problem
 
 
-def test_traces_of_old_kineto(tmp_path: Path) -> None:
+def test_traces_of_old_kineto(tmp_path):
     """Its categories are capitalised, and its steps are operators."""
     old = {"kernel": "Kernel", "cuda_runtime": "Runtime", "user_annotation": "Operator"}
     trace = cuda_trace()

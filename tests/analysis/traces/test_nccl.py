@@ -48,13 +48,13 @@ def kernel(at: float, name: str = "ncclDevKernel_Generic(ncclDevKernelArgsStorag
         ("all_to_all_v_single", "all_to_all"),
     ],
 )
-def test_kinds_by_the_names_that_torch_records(name: str, kind: str) -> None:
+def test_kinds_by_the_names_that_torch_records(name, kind):
     args = {"Collective name": name, "In msg nelems": 10, "Out msg nelems": 20, "dtype": "BFloat16"}
     seen = collectives(*kernel(5, **args))
     assert seen["kind"].tolist() == [kind] and seen["bytes"].tolist() == [40] and kind in KINDS
 
 
-def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more() -> None:
+def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more():
     """Until 2023: all-to-all and others ran as SendRecv, and `External id` was the correlation. Sizes are in the
     operator, if shapes were recorded and if it takes a tensor and no list. Another thread is in an all-reduce."""
     shapes = {"Input Dims": [[64], [48], [], [], [], []], "Input type": ["long int", "long int", "", "", "", "Scalar"]}
@@ -75,7 +75,7 @@ def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more() -> N
     assert seen["group"].eq("all ranks").all() and seen["group_size"].eq(8).all()
 
 
-def test_groups_of_kernels() -> None:
+def test_groups_of_kernels():
     """Told by the kernel, by the operator that issued it, or by nobody."""
     told = {**TOLD, "Process Group Name": "7", "Process Group Ranks": "[0, 2]"}
     seen = collectives(
@@ -91,7 +91,7 @@ def test_groups_of_kernels() -> None:
     assert seen["kind"].tolist() == ["all_reduce"] * 2 + ["other"] * 2 and seen["bytes"].tolist()[1] == 40
 
 
-def test_payloads_of_what_one_rank_does_not_hold_whole() -> None:
+def test_payloads_of_what_one_rank_does_not_hold_whole():
     """ProcessGroupNCCL2 records what the rank gives and gets: of a scatter only the root has all; of messages that were
     issued together (`batch_op_issue`) what is sent and what is received."""
 
@@ -109,7 +109,7 @@ def test_payloads_of_what_one_rank_does_not_hold_whole() -> None:
     assert collectives(*unknown)["bytes"].isna().all()
 
 
-def test_kernels_of_a_graph_share_one_launch() -> None:
+def test_kernels_of_a_graph_share_one_launch():
     """They have names and times. The second graph is launched in step 6, so its kernels are of step 6. Their
     `External id` is the correlation; that some operator has the same number says nothing."""
     trace = cuda_trace()

@@ -29,7 +29,7 @@ def step_calls() -> list[OperatorCall]:
     return operators.seen
 
 
-def test_pretended_tensors_make_the_same_calls_as_real_ones() -> None:
+def test_pretended_tensors_make_the_same_calls_as_real_ones():
     real = step_calls()
     with FakeTensorMode():
         pretended = step_calls()
@@ -37,7 +37,7 @@ def test_pretended_tensors_make_the_same_calls_as_real_ones() -> None:
     assert {"aten.addmm.default", "aten._fused_adamw_.default"} <= {each.name for each in real}
 
 
-def test_calls_count_what_operators_do() -> None:
+def test_calls_count_what_operators_do():
     """Of 40 bytes each: a copy moves two, a sum in place three, and AdamW reads four and writes three of them."""
     left, right = torch.ones(10), torch.ones(10)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(10))], fused=True)
@@ -61,7 +61,7 @@ def test_calls_count_what_operators_do() -> None:
     assert {name: calls[name].bytes_moved for name in moved} == moved
 
 
-def test_clusters() -> None:
+def test_clusters():
     small, large = hardware.cluster("2xL4", "pcie4"), hardware.cluster("4x8xH100", between="8xndr")
     assert (small.nodes, small.ranks_per_node, small.backend, small.between) == (1, 2, "nccl", None)
     assert (large.nodes, large.ranks_per_node, large.world_size) == (4, 8, 32)
@@ -72,7 +72,7 @@ def test_clusters() -> None:
     assert here.backend == "gloo" and here.device.memory_bytes == hardware.device("cpu").memory_bytes // 2
 
 
-def test_roofline_by_hand() -> None:
+def test_roofline_by_hand():
     """Of an A100, which reaches half of 19.5 TFLOP/s in float32, of 156 in TF32, and of 2.039 TB/s."""
     device = hardware.device("A100-80GB", efficiency=0.5)
     roofline = replace(device, launch_s=1e-6)
@@ -86,7 +86,7 @@ def test_roofline_by_hand() -> None:
     assert without_tf32.seconds(convolution) == pytest.approx(1.0)
 
 
-def test_how_operators_reach_memory() -> None:
+def test_how_operators_reach_memory():
     """Whatever torch cannot handle several elements of at a time is scattered."""
     wide, heads, whole = torch.ones(6, 4), torch.ones(2, 3, 4).transpose(0, 1), torch.ones(3, 2, 4)
     made = {

@@ -25,7 +25,7 @@ def both(cluster: Cluster, kind: str, ranks: int | tuple[int, ...]) -> tuple[flo
     return cost.latency_s, cost.transfer_s, cost.share
 
 
-def test_gloo_by_hand() -> None:
+def test_gloo_by_hand():
     """Four ranks on four nodes, over links of 100 MB/s and 0.1 ms. A ring's all-reduce: 6 hops of P/4."""
     for kind, hops, payloads, share in (
         ("all_reduce", 6, 6 / 4, 1),
@@ -37,7 +37,7 @@ def test_gloo_by_hand() -> None:
         assert both(gloo_nodes(4), kind, 4) == pytest.approx((GLOO + hops * 1e-4, payloads * P / 1e8, share)), kind
 
 
-def test_groups_side_by_side_share_a_nodes_link() -> None:
+def test_groups_side_by_side_share_a_nodes_link():
     """2 nodes of 4: a group with one rank on each has a quarter of the link; one of all ranks has it alone. A ring of 8
     has 14 hops, 2 of them between nodes."""
     cluster = gloo_nodes(2, 4)
@@ -49,7 +49,7 @@ def test_groups_side_by_side_share_a_nodes_link() -> None:
     assert both(cluster, "all_to_all", 8)[1] == pytest.approx(4 * 4 / 8 * P / 1e8)  # of each of 4 ranks, half
 
 
-def test_nccl_takes_a_tree_where_a_ring_has_too_many_hops() -> None:
+def test_nccl_takes_a_tree_where_a_ring_has_too_many_hops():
     cluster = hardware.cluster("64x8xH100", "nvlink4", "8xndr")
     world = tuple(range(cluster.world_size))
     costs = LinkCosts(cluster)
@@ -62,9 +62,7 @@ def test_nccl_takes_a_tree_where_a_ring_has_too_many_hops() -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @given(st.sampled_from(KINDS), st.integers(1, 9), st.integers(1, 9), st.integers(0, 10**10), st.integers(0, 10**10))
-def test_more_bytes_never_take_less_time(
-    backend: str, kind: str, nodes: int, ranks: int, payload: int, more: int
-) -> None:
+def test_more_bytes_never_take_less_time(backend, kind, nodes, ranks, payload, more):
     costs = LinkCosts(Cluster(hardware.device("L4"), nodes, ranks, FAST, SLOW, backend))
     world = tuple(range(nodes * ranks))
     one, other = (costs.cost(kind, size, world) for size in (payload, payload + more))
@@ -72,14 +70,14 @@ def test_more_bytes_never_take_less_time(
     assert 0 < one.share <= 1
 
 
-def test_messages_that_pass_from_a_node_to_the_next_share_its_link() -> None:
+def test_messages_that_pass_from_a_node_to_the_next_share_its_link():
     """Of pipelines whose stages are so many ranks apart, so many do. Within a node none does."""
     costs = LinkCosts(Cluster(hardware.device("L4"), 2, 4, FAST, SLOW, "gloo"))
     one, two, within = (costs.cost("send_recv", 10**9, ranks).transfer_s for ranks in ((3, 4), (2, 4), (1, 2)))
     assert two == pytest.approx(2 * one) and one == pytest.approx(1e9 / SLOW.bytes_per_s) and within < one
 
 
-def test_boards_without_a_switch_and_network_cards() -> None:
+def test_boards_without_a_switch_and_network_cards():
     """Of four devices that are linked in pairs, two have a third of the rate, and four all of it."""
     board = LinkCosts(replace(hardware.cluster("4xH100"), inside=replace(FAST, peers=3)))
     whole = LinkCosts(replace(board.cluster, inside=FAST))

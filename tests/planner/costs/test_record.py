@@ -39,7 +39,7 @@ def costs(content: dict[str, Any], **changes: Any) -> RecordedCosts:
     return record.operator_costs("r.json", {**content, **changes}, hardware.device("cpu"), "fp32")
 
 
-def test_a_record_holds_a_whole_step(content: dict[str, Any]) -> None:
+def test_a_record_holds_a_whole_step(content):
     """Forward, backward and the fused optimizer. Times add up to the step, and every field is documented."""
     counted: Counter[str] = Counter()
     for entry in content["operators"]:
@@ -63,7 +63,7 @@ def product(samples: int, name: str = "aten.mm.default", dtype: str = "float32")
     return OperatorCall(name, ((samples, WIDTH), (WIDTH, WIDTH)), (dtype,) * 2, flops, moved)
 
 
-def test_other_shapes_and_operators_go_by_the_ratio_to_a_roofline() -> None:
+def test_other_shapes_and_operators_go_by_the_ratio_to_a_roofline():
     """16 samples take twice what the roofline says, and 1024 eight times: 128, between them, about four times."""
     plain = hardware.device("cpu")
     recorded = [(product(16), 2 * plain.seconds(product(16))), (product(1024), 8 * plain.seconds(product(1024)))]
@@ -79,7 +79,7 @@ def test_other_shapes_and_operators_go_by_the_ratio_to_a_roofline() -> None:
     assert known.seconds(replace(product(16), bytes_moved=0)) == 0.0
 
 
-def test_only_a_record_of_this_device_and_precision_is_used(content: dict[str, Any]) -> None:
+def test_only_a_record_of_this_device_and_precision_is_used(content):
     of_16 = {"name": "aten.mm.default", "shapes": [[16, WIDTH], [WIDTH, WIDTH]]}
     (entry,) = [entry for entry in content["operators"] if of_16.items() <= entry.items()]
     assert costs(content).seconds(product(16)) == pytest.approx(entry["seconds"])

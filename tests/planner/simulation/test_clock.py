@@ -28,7 +28,7 @@ def wait_for_all(clock: Clock, flights: list[Flight]) -> None:
 @each_row(
     ("share", "together", "slowdown"), [(1.0, 1, 1.0), (1.0, 3, 3.0), (0.5, 2, 1.0), (0.5, 3, 1.5), (0.75, 2, 1.5)]
 )
-def test_transfers_share_a_link_and_latencies_do_not(share: float, together: int, slowdown: float) -> None:
+def test_transfers_share_a_link_and_latencies_do_not(share, together, slowdown):
     clock = Clock()
     wait_for_all(clock, [clock.issue(CollectiveCost(0.25, 2.0, "link", share), Queue(1)) for _ in range(together)])
     assert clock.now_s == pytest.approx(0.25 + 2.0 * slowdown)
@@ -36,7 +36,7 @@ def test_transfers_share_a_link_and_latencies_do_not(share: float, together: int
     assert clock.now_s == pytest.approx(2.25 + 2.0 * slowdown), "links are independent"
 
 
-def test_a_queue_lets_so_many_run_at_once() -> None:
+def test_a_queue_lets_so_many_run_at_once():
     """Three of latency 1 and no transfer: one after the other, or two at once and then the third."""
     for width, end in ((1, 3.0), (2, 2.0), (3, 1.0)):
         clock, queue = Clock(), Queue(width)
@@ -46,7 +46,7 @@ def test_a_queue_lets_so_many_run_at_once() -> None:
 
 
 @each_row("latency", [0.0, 1.0, 3.0])
-def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latency: float) -> None:
+def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latency):
     """At 4 s, two of 3 s that could begin at 1 s: the first was done at 4, and its queue lets the second go only then.
     Beside the first, compute was 1.5 times as slow, so that of its 3 s there one is still to be done.
     """
@@ -69,7 +69,7 @@ def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latenc
         assert clock.now_s == pytest.approx(ready + 3.0)
 
 
-def test_the_device_waits_for_a_host_that_is_behind() -> None:
+def test_the_device_waits_for_a_host_that_is_behind():
     """Ten operators of 10 us, issued every 25 us; what the host is ahead by after a long one is made use of."""
     clock = Clock(host_s=25e-6)
     for _ in range(10):
@@ -99,7 +99,7 @@ programs = st.lists(st.tuples(seconds, costs, st.integers(0, 1)), max_size=8)
 
 
 @given(programs, st.floats(1.0, 3.0))
-def test_no_transfer_is_faster_than_alone_and_no_link_is_overbooked(issued: list, contention: float) -> None:
+def test_no_transfer_is_faster_than_alone_and_no_link_is_overbooked(issued, contention):
     _, flights = play(issued, contention)
     for flight in flights:
         assert flight.ended_s - flight.began_s >= flight.cost.latency_s + flight.cost.transfer_s - CLOSE
@@ -112,7 +112,7 @@ def test_no_transfer_is_faster_than_alone_and_no_link_is_overbooked(issued: list
 
 
 @given(programs)
-def test_the_total_lies_between_its_bounds(issued: list) -> None:
+def test_the_total_lies_between_its_bounds(issued):
     clock, flights = play(issued)
     computed = sum(compute for compute, _, _ in issued)
     alone = [one.latency_s + one.transfer_s for _, one, _ in issued]

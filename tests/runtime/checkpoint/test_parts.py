@@ -55,7 +55,7 @@ CUTS = [None, HALVES, FUSED, SHARED, COLUMNS, BLOCKS]
 
 
 @given(st.sampled_from(CUTS), st.sampled_from(CUTS), st.data())
-def test_any_part_is_put_together_from_any_others(stored: Cut | None, wanted: Cut | None, data: Any) -> None:
+def test_any_part_is_put_together_from_any_others(stored, wanted, data):
     whole = torch.arange(60.0).view(SHAPE)
     rank = data.draw(st.integers(0, len(wanted.ranges) - 1 if wanted else 0))
     part = (wanted.part(whole, rank) if wanted else whole).reshape(-1)
@@ -70,7 +70,7 @@ def test_any_part_is_put_together_from_any_others(stored: Cut | None, wanted: Cu
         assert read.endswith(f" {start}-{end}"), "nothing more is read"
 
 
-def test_parts_that_lack_something_do_not_fit() -> None:
+def test_parts_that_lack_something_do_not_fit():
     assert all(fits(cut, SHAPE) for cut in CUTS if cut) and BLOCKS.then
     lacking = replace(BLOCKS.then, ranges=(((0, 2),), ((2, 5),), ((0, 2),), ((0, 5),)))
     assert fits(replace(BLOCKS, then=lacking), SHAPE), "some of it twice is no harm"

@@ -13,7 +13,7 @@ def draw() -> tuple[float, ...]:
     return torch.randn(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
 
 
-def test_all_generators_go_on_where_they_were() -> None:
+def test_all_generators_go_on_where_they_were():
     cpu = torch.device("cpu")
     draw()
     tensors, texts = random_states(cpu)

@@ -37,7 +37,7 @@ class Links:
         return [found[rank] for rank in range(self.size)]
 
 
-def test_a_ring_begins_when_the_last_rank_has_issued_it() -> None:
+def test_a_ring_begins_when_the_last_rank_has_issued_it():
     links = Links(2)
     links.issue(1, at=[5.0, 7.0])
     assert links.ends(1, schedule.all_reduce(2, 3000)) == [10.0, 10.0]
@@ -46,14 +46,14 @@ def test_a_ring_begins_when_the_last_rank_has_issued_it() -> None:
 TWO_NODES = Nodes(2, Link(BITS // 10, 0.5))
 
 
-def test_what_goes_between_nodes_takes_the_other_link() -> None:
+def test_what_goes_between_nodes_takes_the_other_link():
     links = Links(4, nodes=TWO_NODES)
     links.issue(1, at=[1.0] * 4)
     messages = (schedule.Edge(0, 1, 1000), schedule.Edge(0, 2, 1000), schedule.Edge(3, 2, 2000))
     assert links.ends(1, messages) == [11.0, 2.0, 11.5, 3.0]
 
 
-def test_collectives_queue_on_a_link() -> None:
+def test_collectives_queue_on_a_link():
     links, messages = Links(2), schedule.all_reduce(2, 1000)
     for number in (1, 2, 3):
         links.issue(number, at=[1.0, 1.0])
@@ -62,7 +62,7 @@ def test_collectives_queue_on_a_link() -> None:
     assert links.ends(4, messages) == [10.0, 10.0]
 
 
-def test_a_broadcast_is_passed_on() -> None:
+def test_a_broadcast_is_passed_on():
     """Rank 0 sends to 1 and 2, one after the other; rank 1 passes it on to 3."""
     links = Links(4, latency_s=0.25)
     links.issue(1, at=[1.0, 1.0, 1.0, 1.0])
@@ -70,7 +70,7 @@ def test_a_broadcast_is_passed_on() -> None:
 
 
 @each_row("other_group, second", [("another", 2.0), ("default", 3.0)])
-def test_directions_take_turns_on_a_connection_and_not_on_a_link(other_group: str, second: float) -> None:
+def test_directions_take_turns_on_a_connection_and_not_on_a_link(other_group, second):
     links = Links(2)
     links.issue(1, at=[1.0, 1.0])
     assert links.ends(1, schedule.broadcast(2, 1000, root=0)) == [2.0, 2.0]
@@ -79,7 +79,7 @@ def test_directions_take_turns_on_a_connection_and_not_on_a_link(other_group: st
     assert links.ends(2, schedule.broadcast(2, 1000, root=1)) == [second, second]
 
 
-def test_groups_share_the_links_of_their_ranks() -> None:
+def test_groups_share_the_links_of_their_ranks():
     links, messages = Links(2), schedule.all_reduce(2, 1000)
     links.issue(1, at=[1.0, 1.0])
     links.ends(1, messages)
@@ -90,7 +90,7 @@ def test_groups_share_the_links_of_their_ranks() -> None:
 
 
 @given(st.integers(2, 5), st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.data())
-def test_no_link_carries_more_than_its_rate(size: int, payloads: list[int], data: st.DataObject) -> None:
+def test_no_link_carries_more_than_its_rate(size, payloads, data):
     """Whatever is issued when, and by whichever rank asked for first."""
     links, sent = Links(size), [0.0] * size
     at, latest = 1.0, 0.0

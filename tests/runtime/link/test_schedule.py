@@ -13,7 +13,7 @@ sizes = st.integers(2, 9)
 
 
 @given(sizes, st.integers(0, 8), st.integers(1, 10**6))
-def test_a_broadcast_reaches_every_rank_once_from_one_that_has_it(size: int, root: int, nbytes: int) -> None:
+def test_a_broadcast_reaches_every_rank_once_from_one_that_has_it(size, root, nbytes):
     has = {root % size}
     for edge in schedule.broadcast(size, nbytes, root % size):
         assert edge.sender in has and edge.receiver not in has
@@ -23,7 +23,7 @@ def test_a_broadcast_reaches_every_rank_once_from_one_that_has_it(size: int, roo
 
 
 @each_row("size", [2, 3, 4, 8])
-def test_rings_carry_what_the_planner_expects(size: int) -> None:
+def test_rings_carry_what_the_planner_expects(size):
     nbytes = 12_000
     reduce, gather = schedule.all_reduce(size, nbytes), schedule.all_gather(size, nbytes / size)
     assert reduce.nbytes == pytest.approx(volume("all_reduce", "gloo", size).busiest * nbytes)

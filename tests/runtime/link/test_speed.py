@@ -6,7 +6,7 @@ from ddp_lab.runtime.link.speed import Link, canonical
 
 
 @given(st.integers(1, 10**13), st.integers(0, 10**6))
-def test_links_are_read_as_people_write_them_and_written_in_one_way(bits_per_s: int, latency_us: int) -> None:
+def test_links_are_read_as_people_write_them_and_written_in_one_way(bits_per_s, latency_us):
     """What is no link: `tests/mistakes.toml`."""
     assert Link.parse("1GBIT,1.5ms") == Link(10**9, 1.5e-3) and Link.parse("none") is None
     assert Link.parse("250mbit,50us") == Link(250 * 10**6, 50e-6)

@@ -17,7 +17,7 @@ of_linux = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies a
 
 @of_linux
 @pytest.mark.parametrize("gpu", [True, False])
-def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool) -> None:
+def test_others_are_left_alone(monkeypatch, tmp_path, gpu):
     monkeypatch.delenv(environment.KINETO, raising=False)
     monkeypatch.setattr(environment, "OF_GPUS", [tmp_path] if gpu else [])
     asked: list[int] = []
@@ -33,9 +33,7 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     ("visible", "build", "seen"),
     [("0,1", "2.15.0", True), ("", "2.15.0", False), ("-1", "2.15.0", False), ("0", "2.15.0+cpu", False)],
 )
-def test_a_gpu_that_torch_does_not_see_is_none(
-    monkeypatch: pytest.MonkeyPatch, visible: str, build: str, seen: bool
-) -> None:
+def test_a_gpu_that_torch_does_not_see_is_none(monkeypatch, visible, build, seen):
     monkeypatch.setattr(environment, "OF_GPUS", [ROOT])
     monkeypatch.setattr(environment, "version", lambda _: build)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -56,7 +54,7 @@ thread.join()
 @pytest.mark.skipif(any(map(os.path.exists, environment.OF_GPUS)), reason="a GPU")
 @of_linux
 @pytest.mark.parametrize(("chosen", "expected"), [("SCHED_OTHER", "batch"), ("SCHED_IDLE", "idle")])
-def test_threads_wait_for_their_turn(chosen: str, expected: str) -> None:
+def test_threads_wait_for_their_turn(chosen, expected):
     """Not where the user has chosen a policy."""
     answer = subprocess.run(
         [sys.executable, "-c", OF_A_THREAD],

@@ -33,7 +33,7 @@ def adopted(environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in after.items() if name not in environ}
 
 
-def test_a_task_of_srun() -> None:
+def test_a_task_of_srun():
     assert adopted(STEP) == {
         "RANK": "2",
         "WORLD_SIZE": "3",
@@ -57,11 +57,11 @@ def test_a_task_of_srun() -> None:
         {**MPIRUN, **TORCHRUN},
     ],
 )
-def test_what_is_no_rank_of_slurm_or_mpirun(environ: dict[str, str]) -> None:
+def test_what_is_no_rank_of_slurm_or_mpirun(environ):
     assert adopted(environ) == {}
 
 
-def test_a_process_of_mpirun() -> None:
+def test_a_process_of_mpirun():
     expected = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     assert adopted(MPIRUN) == {**expected, "MASTER_PORT": str(port_of("1883242497"))}
     assert "MASTER_ADDR" not in adopted({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})  # where rank 0 is, nobody tells
@@ -78,5 +78,5 @@ def test_a_process_of_mpirun() -> None:
         ("rack[1-2]-node[03-04].cluster", "rack1-node03.cluster"),
     ],
 )
-def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+def test_the_first_host_of_a_list(hosts, first):
     assert first_host(hosts) == first

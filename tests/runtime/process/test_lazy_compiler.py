@@ -47,6 +47,6 @@ assert hasattr(torch._dynamo, "config") and hasattr(torch, "_inductor")
         pytest.param(EAGER + ASKED + AFTERWARDS, id="asked", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_compiler_comes_when_it_is_asked_for(program: str) -> None:
+def test_the_compiler_comes_when_it_is_asked_for(program):
     answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr

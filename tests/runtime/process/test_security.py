@@ -52,7 +52,7 @@ def call_name(call: ast.Call) -> tuple[str, ...]:
     return ()
 
 
-def test_no_source_runs_what_it_reads() -> None:
+def test_no_source_runs_what_it_reads():
     folders = {path.relative_to(ROOT).parts[0] for path in sources()}
     strategies = {"ddp", "sharding", "reference"}
     strategies |= {f"{kind}_parallel" for kind in ("tensor", "pipeline", "context", "expert")}
@@ -93,7 +93,7 @@ def is_false(node: ast.expr) -> bool:
         "run(line, shell=True)",
     ],
 )
-def test_the_search_finds_what_it_looks_for(line: str) -> None:
+def test_the_search_finds_what_it_looks_for(line):
     assert any(problem_in(node) for node in ast.walk(ast.parse(line)))
 
 
@@ -102,7 +102,7 @@ class Planted:
         return (os.mkdir, (os.environ["PLANTED"],))
 
 
-def test_a_model_that_is_a_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_a_pickle_is_refused(tmp_path, monkeypatch):
     from transformers import LlamaConfig
 
     monkeypatch.setenv("PLANTED", str(tmp_path / "ran"))
@@ -116,9 +116,7 @@ def test_a_model_that_is_a_pickle_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 @each_row("part", ["model", "tokenizer"])
-def test_code_of_a_model_is_not_run_and_nobody_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_code_of_a_model_is_not_run_and_nobody_is_asked(tmp_path, monkeypatch, part):
     """`transformers` would ask on the terminal, of every rank, and run it after a `y`."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     classes = {"AutoModelForSequenceClassification": "planted.Model", "AutoTokenizer": ["planted.Tokenizer", None]}
@@ -131,7 +129,7 @@ def test_code_of_a_model_is_not_run_and_nobody_is_asked(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_store_on_loopback_is_not_reached_from_elsewhere() -> None:
+def test_a_store_on_loopback_is_not_reached_from_elsewhere():
     """127.0.0.2 is this machine, too, but another address: a connection to it is refused. A whole sweep is tested in
     `tests/scripts/test_sweep.py`."""
     store = LoopbackStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)

@@ -38,7 +38,7 @@ def gradients(module: nn.Module, model: str) -> tuple[dict[str, Tensor], Counter
 
 @each_row("model", ["awkward", "adapted", "out of order", "llama", LORA])
 @each_row("setting", SETTINGS)
-def test_each_parameter_gets_the_same_gradient_once(setting: str, model: str) -> None:
+def test_each_parameter_gets_the_same_gradient_once(setting, model):
     plain, module = build(model).train(), checkpointed(model, setting)
     assert list(module.state_dict()) == list(plain.state_dict())
     wanted, _, random = gradients(plain, model)
@@ -52,7 +52,7 @@ def test_each_parameter_gets_the_same_gradient_once(setting: str, model: str) ->
 
 
 @each_row("setting, times", [("block", 2), ("every:2", 1.5), ("every:4", 1.25), ("torch:block", 2)])
-def test_blocks_run_again_and_nothing_else_does(setting: str, times: float) -> None:
+def test_blocks_run_again_and_nothing_else_does(setting, times):
     module, ran = checkpointed("awkward", setting), 0
 
     def count(*_: Any) -> None:
@@ -68,7 +68,7 @@ def test_blocks_run_again_and_nothing_else_does(setting: str, times: float) -> N
     assert ran == 4 * times + 4
 
 
-def test_op_computes_every_second_product_again() -> None:
+def test_op_computes_every_second_product_again():
     """Of the seven of a Llama block: keys, attention's output, up. As torchtitan's, in every block anew."""
     flops, batch = {}, make_batch("llama", 4, 1)
     for setting in ("none", "selective", "op"):
@@ -114,7 +114,7 @@ def peak(setting: str, rows: int = 20_000) -> float:
     return allocations_of(profiler).peak / x.nbytes
 
 
-def test_the_peak_of_activations_falls() -> None:
+def test_the_peak_of_activations_falls():
     """Without: at least 6 a block. With: each block's input, and the activations and gradients of a single block."""
     held = {setting: peak(setting) for setting in ("none", *SETTINGS)}
     assert held["none"] > 6 * 8
@@ -157,7 +157,7 @@ class ReaderBlock(nn.Module):
     "how, message",
     [("in place", "ReaderBlock changes an input in place"), ("weight", r"reads a tensor of shape \(4, 4\)")],
 )
-def test_what_would_be_wrong_without_a_word_is_refused(how: str, message: str) -> None:
+def test_what_would_be_wrong_without_a_word_is_refused(how, message):
     module = Reader(how)
     checkpoint_activations(module, "block")
     with pytest.raises(OneRankError, match=f"--activation-checkpointing: .*{message}.* use --activation-checkpointing"):

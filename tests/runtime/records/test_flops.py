@@ -12,7 +12,7 @@ def tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(samples, length, dtype=torch.long) for name in ("input_ids", "labels")}
 
 
-def test_a_decoder_is_as_the_paper_counts_it() -> None:
+def test_a_decoder_is_as_the_paper_counts_it():
     """PaLM, appendix B: 6 N + 12 L d T a token, where tied embeddings are a matrix product at the end only."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,7 +28,7 @@ def test_a_decoder_is_as_the_paper_counts_it() -> None:
     assert {name: (p.device.type, p.grad) for name, p in model.named_parameters()} == before
 
 
-def test_counting_changes_no_buffer_and_no_random_number() -> None:
+def test_counting_changes_no_buffer_and_no_random_number():
     class Normed(MLP):
         def __init__(self) -> None:
             super().__init__(1, 8)

@@ -10,7 +10,7 @@ from ddp_lab.runtime.watch import phases
 
 
 @pytest.mark.parametrize("resumes_at", [0, 7])
-def test_the_start_by_phase(monkeypatch: pytest.MonkeyPatch, resumes_at: int) -> None:
+def test_the_start_by_phase(monkeypatch, resumes_at):
     now = [100.0]
     monkeypatch.setattr(phases.time, "monotonic", lambda: now[0])
     phases.record_phases_in(None)
@@ -40,9 +40,7 @@ def test_the_start_by_phase(monkeypatch: pytest.MonkeyPatch, resumes_at: int) ->
     phases.record_phases_in(None)
 
 
-def test_long_phases_are_said_but_no_steps_after_the_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_phases_are_said_but_no_steps_after_the_first(monkeypatch, capsys):
     for name in ("SAY_AFTER_S", "SAY_EVERY_S", "LOOK_EVERY_S"):
         monkeypatch.setattr(phases, name, 0.01)
     phases.record_phases_in(None)
@@ -58,7 +56,7 @@ def test_long_phases_are_said_but_no_steps_after_the_first(
     assert [*dict.fromkeys(said)] == [f"zero3: {at}, 0 s so far" for at in ("importing", "first step", "evaluating")]
 
 
-def test_a_save_is_no_part_of_the_step_around_it() -> None:
+def test_a_save_is_no_part_of_the_step_around_it():
     entered: list[tuple[int, str]] = []
     phases.record_phases_in(SimpleNamespace(set_phase=lambda *phase: entered.append(phase)))
     phases.begin_step(3)
