@@ -117,13 +117,17 @@ def test_a_batch_of_so_many_tokens_has_many_divisors(wanted):
     assert abs(found - wanted) <= max(wanted / 16, 0.5) and found % 2 ** max(0, found.bit_length() - 5) == 0
 
 
-@each_row(("name", "mesh"), [("zero3", None), ("zero2", None), ("tp", "dp=2,tp=2"), ("zero1", "dp=2,ep=2")])
-def test_many_micro_batches_take_what_a_few_take_each(name, mesh):
+MORE = [("zero2", 4, None), ("tp", 2, "dp=2,tp=2"), ("zero1", 4, "dp=2,ep=2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "data_ranks", "mesh"),
+    [("zero3", 2, None), *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in MORE)],
+)
+def test_many_micro_batches_take_what_a_few_take_each(name, data_ranks, mesh):
     """To the last byte, and to the last digits of a time."""
-    cluster = hardware.cluster("4xH100")
-    config = RunConfig.of(
-        mesh=mesh, global_batch_size=32 // (2 if "tp" in (mesh or "") else 1), grad_accum_steps=8, precision="bf16"
-    )
+    cluster = hardware.cluster("4xH100" if mesh else f"{data_ranks}xH100")
+    config = RunConfig.of(mesh=mesh, global_batch_size=6 * data_ranks, grad_accum_steps=6, precision="bf16")
     model = replace(models.from_sizes(64, 96, 1, heads=2, vocab=50), task="causal-lm")
     if config.has_experts:
         model = models.find("sample-moe")

@@ -66,10 +66,10 @@ def check_late_and_early(choice: str, model: str, micro_batches: int, **more: An
 IN_STAGES = [(choice, schedule) for choice in ("tp", "zero1", "zero2", "zero3") for schedule in SCHEDULES]
 
 
-@pytest.mark.parametrize("case", by_default(IN_STAGES, ("tp", "interleaved"), ("zero2", "1f1b"), ("zero3", "zb-h1")))
+@pytest.mark.parametrize("case", by_default(IN_STAGES, ("zero3", "zb-h1")))
 def test_no_race_and_no_host_wait_in_a_pipeline(case):
     """On the first rank of two, which has two of four stages in the interleaved schedule."""
-    check_late_and_early(case[0], "lm, long", 3, schedule=case[1], clip_grad_norm=0.1)
+    check_late_and_early(case[0], "lm, long", 2, schedule=case[1], clip_grad_norm=0.1)
 
 
 def test_a_message_of_unknown_form_is_a_wait_of_the_host():
@@ -116,7 +116,7 @@ def test_settings(case):
     check_late_and_early(choice, model, 2, **more)
 
 
-@pytest.mark.parametrize("choice", by_default(HAND_WRITTEN, "simple_ddp_async", "bucket_ddp_async", "zero1", "zero3"))
+@pytest.mark.parametrize("choice", by_default(HAND_WRITTEN, "bucket_ddp_async", "zero3"))
 def test_an_abandoned_step_leaves_no_race(choice):
     """A micro-batch fails while communication is under way: of the one before, or of its own later layers."""
     check_abandoned(choice, "backward", 3, 2 if choice.startswith("zero") else None)
