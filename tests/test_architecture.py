@@ -21,7 +21,7 @@ MAKES_TENSORS = {"empty", "eye", "full", "linspace", "logspace", "ones", "rand",
 """Functions of torch that read its default device; and its default dtype, unless they are given whole numbers."""
 
 
-def imported(source: str) -> set[str]:
+def imported(source):
     """All that `source` imports, also within functions and for types alone: modules, and names within modules."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -37,11 +37,11 @@ IMPORTED = {name: imported(path.read_text()) for name, path in FILES.items()}
 GRAPH = {name: (names & FILES.keys()) - {name} for name, names in IMPORTED.items()}
 
 
-def within(name: str, *rooms: str) -> bool:
+def within(name, *rooms):
     return any(name == room or name.startswith(f"{room}.") for room in rooms)
 
 
-def arrows(start: str, *ends: str) -> set[str]:
+def arrows(start, *ends):
     """The imports from the room `start` into one of `ends`, as text."""
     return {
         f"{name} -> {other}"
@@ -52,7 +52,7 @@ def arrows(start: str, *ends: str) -> set[str]:
     }
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
+def circle(graph):
     """The modules of a circle, if there is one."""
     try:
         TopologicalSorter(graph).prepare()
@@ -104,7 +104,7 @@ def test_a_strategy_alone_loads_few_modules():
     assert len(loaded) <= MOST_MODULES, sorted(loaded)
 
 
-def made_by_default(source: str) -> list[str]:
+def made_by_default(source):
     """Calls that make a tensor where, or in what dtype, the user's script has said last."""
     found = []
     for node in ast.walk(ast.parse(source)):

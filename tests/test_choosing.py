@@ -1,13 +1,12 @@
 """What chooses cases leaves nothing out: covering arrays, and values that are tried in one case."""
 
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import Row, pairwise
+from tests.covering import pairwise
 from tests.tables import each_row
 
 FACTORS = st.lists(st.integers(1, 4), min_size=2, max_size=5).map(
@@ -15,13 +14,13 @@ FACTORS = st.lists(st.integers(1, 4), min_size=2, max_size=5).map(
 )
 
 
-def pairs(row: Row) -> set[Any]:
+def pairs(row):
     return set(itertools.combinations(row.items(), 2))
 
 
 @given(FACTORS, st.integers(2, 9))
 def test_each_pair_that_is_allowed_occurs(factors, most):
-    def is_allowed(row: Row) -> bool:
+    def is_allowed(row):
         return sum(row.values()) <= most
 
     rows = pairwise(factors, is_allowed)
@@ -39,7 +38,7 @@ def test_pairs_need_few_rows():
 
 def test_each_value_that_fails_is_named():
     @each_row("value, wanted", [(1, 1), (2, 3), (4, 5)])
-    def same(value: int, wanted: int) -> None:
+    def same(value, wanted):
         assert value == wanted
 
     with pytest.raises(AssertionError, match=r"2 of 3 rows fail:\n\{'value': 2, 'wanted': 3\}") as caught:

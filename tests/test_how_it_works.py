@@ -13,7 +13,7 @@ PAGES = Path(__file__).parents[1] / "docs" / "how-it-works"
 PAPER = re.compile(r"^## Papers?\n[^#]*\b(19|20)\d\d\b", re.MULTILINE)
 
 
-def hand_written() -> list[str]:
+def hand_written():
     """The choices whose code is in this repository's ddp/ and sharding/, one name for each class."""
     registries = {folder: family.registry for folder, family in FAMILIES.items()}
     return [

@@ -8,7 +8,6 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,8 +19,8 @@ from ddp_lab.runtime.flags import parse_config
 from tests.in_process import run_in_process
 
 ROOT = Path(__file__).parents[1]
-GROUPS: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "tests" / "mistakes.toml").read_text())
-PROGRAMS: dict[str, Any] = {
+GROUPS = tomllib.loads((ROOT / "tests" / "mistakes.toml").read_text())
+PROGRAMS = {
     "ddp-lab": door,
     "main_ddp.py": SimpleNamespace(__name__="main_ddp", main=lambda given: parse_config("", ddp.REGISTRY, (), given)),
     "benchmarks/collectives.py": collectives,
@@ -78,7 +77,7 @@ for line in json.loads(sys.argv[1]):
 """
 
 
-def answers_before_torch(lines: list[list[str]]) -> list[list[tuple[int, str, str]]]:
+def answers_before_torch(lines):
     """In a process of their own: what a rank says, and the command that starts ranks."""
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", TRY, json.dumps(lines)]

@@ -16,7 +16,7 @@ LAYOUT = {
 }
 
 
-def tokens_of(source: str) -> int:
+def tokens_of(source):
     """Of Python source, without comments, docstrings and line breaks: neither formatting nor a deleted docstring
     makes it smaller."""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef

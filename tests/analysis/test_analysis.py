@@ -6,7 +6,6 @@ import html
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -37,7 +36,7 @@ grid = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), m
 )
 
 
-def moments(pairs: Any) -> set[int]:
+def moments(pairs):
     """The unit cells that intervals with whole ends cover."""
     return {cell for start, end in pairs for cell in range(int(start), int(end))}
 
@@ -81,7 +80,7 @@ def test_figures_of_a_trace_worked_out_by_hand(tmp_path, make):
 # Finding and reading -------------------------------------------------------------------------------------------------
 
 
-def gloo_on_cuda(rank: int) -> dict[str, Any]:
+def gloo_on_cuda(rank):
     """Compute on a device, communication on Gloo's CPU threads."""
     device = [e for e in cuda_trace(rank)["traceEvents"] if not e["name"].startswith("nccl")]
     gloo = [e for e in cpu_trace(rank)["traceEvents"] if "c10d" in e["name"] or "gloo" in e["name"]]
@@ -109,9 +108,9 @@ def test_missing_and_empty_folders(tmp_path, capsys):
 # Pages ---------------------------------------------------------------------------------------------------------------
 
 
-def not_shown(page: Path, table: Path) -> set[str]:
+def not_shown(page, table):
     """Columns of a CSV that are in no table of the page, which shows every value of the others as it is there."""
-    shown: dict[str, set[str]] = {}
+    shown = {}
     for column, value in re.findall(r'data-column="([^"]*)" data-value="([^"]*)"', page.read_text()):
         shown.setdefault(column, set()).add(html.unescape(value))
     rows = list(csv.DictReader(table.open()))

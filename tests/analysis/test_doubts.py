@@ -2,11 +2,10 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from ddp_lab.analysis.command import main
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.runtime.errors import UserError
-from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, event, write
 
 Trace = dict[str, Any]
@@ -30,7 +28,7 @@ CALL = {
 }
 
 
-def good(kind: str, rank: int) -> Trace:
+def good(kind, rank):
     trace = cpu_trace(rank) if kind == "cpu" else cuda_trace(rank, **CALL)
     if kind == "cuda":
         trace["traceEvents"].append(event("cuda_runtime", "cudaMemsetAsync", -50, 1, correlation=0))
@@ -39,26 +37,26 @@ def good(kind: str, rank: int) -> Trace:
     return trace
 
 
-def of(trace: Trace, *names: str) -> list[dict[str, Any]]:
+def of(trace, *names):
     return [each for each in trace["traceEvents"] if any(name in each["name"] for name in names)]
 
 
-def without(trace: Trace, events: list[dict[str, Any]]) -> None:
+def without(trace, events):
     trace["traceEvents"] = [each for each in trace["traceEvents"] if not any(each is other for other in events)]
 
 
-def shifted(events: list[dict[str, Any]], by: float) -> None:
+def shifted(events, by):
     for each in events:
         each["ts"] += by
 
 
-def launches_of(trace: Trace, name: str) -> list[dict[str, Any]]:
+def launches_of(trace, name):
     links = {each["args"]["correlation"] for each in of(trace, name)}
     return [each for each in of(trace, "Launch") if each["args"]["correlation"] in links]
 
 
 Change = Callable[[Trace], Any]
-OF_CPU: dict[str, tuple[Change, str]] = {
+OF_CPU = {
     "an operator without time": (lambda t: of(t, "mm")[0].update(ts=None), r"without a time are left out \(1\)"),
     "an operator across another": (lambda t: shifted(of(t, "mm")[:1], 250), "end after it"),
     "fewer collectives": (lambda t: without(t, of(t, "allreduce_")[:1] + of(t, "gloo:")[:1]), "1 of rank 0, 0 of"),
@@ -66,7 +64,7 @@ OF_CPU: dict[str, tuple[Change, str]] = {
     "another unit": (lambda t: [each.update(ts=each["ts"] * 1e3, dur=each["dur"] * 1e3) for each in of(t, "")], "unit"),
     "a clock that jumps": (lambda t: shifted([e for e in of(t, "") if e["ts"] > BEGAN + 1500], 400), "between steps"),
 }
-OF_DEVICE: dict[str, tuple[Change, str]] = {
+OF_DEVICE = {
     "a kernel at time 0": (lambda t: of(t, "gemm")[0].update(ts=0, dur=0), r"far from its steps.*\(1\)"),
     "a kernel before its launch": (lambda t: shifted(of(t, "gemm")[:1], -900), r"before they were launched.*\(1\)"),
     "a negative kernel": (lambda t: of(t, "gemm")[0].update(dur=-300), r"negative duration are left out \(1\)"),
@@ -85,7 +83,7 @@ OF_DEVICE: dict[str, tuple[Change, str]] = {
 WRONG = {"cpu": OF_CPU, "cuda": OF_DEVICE}
 
 
-def written(folder: Path, kind: str, change: Callable[[Trace], Any]) -> Path:
+def written(folder, kind, change):
     """Two ranks, of which the second is changed."""
     for rank in range(2):
         trace = good(kind, rank)
@@ -95,15 +93,18 @@ def written(folder: Path, kind: str, change: Callable[[Trace], Any]) -> Path:
     return folder
 
 
-@each_row(("kind", "case"), [(kind, case) for kind, of_kind in WRONG.items() for case in of_kind])
-def test_what_is_wrong_is_said_in_one_line(tmp_path, kind, case):
-    change, said = WRONG[kind][case]
-    try:
-        doubts = analyse_window(find_windows(written(tmp_path, kind, change))[0]).doubts
-    except UserError as error:
-        doubts = [str(error)]
-    found = "\n".join(doubts)
-    assert pd.Series(doubts).str.contains(said, regex=True).sum() == 1 and found.count("\n") < 3, found
+ALL = [(kind, case) for kind, of_kind in WRONG.items() for case in of_kind]
+
+
+@pytest.mark.parametrize("cases", [ALL[1::3], pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_what_is_wrong_is_said_in_one_line(tmp_path, cases):
+    for kind, case in cases:
+        change, said = WRONG[kind][case]
+        try:
+            doubts = analyse_window(find_windows(written(tmp_path / case, kind, change))[0]).doubts
+        except UserError as error:
+            doubts = [str(error)]
+        assert sum(bool(re.search(said, line)) for line in doubts) == 1 and len(doubts) < 4, (case, doubts)
 
 
 def test_it_is_on_the_page_and_in_the_terminal(tmp_path, capsys):
@@ -134,16 +135,16 @@ def test_a_start_that_a_busy_cpu_records_late_is_no_fault(tmp_path):
         assert any("before the last rank" in doubt for doubt in doubts) == (kind == "cuda"), doubts
 
 
-def figures(folder: Path) -> tuple[str, list[str]]:
+def figures(folder):
     analysis = analyse_window(find_windows(folder)[0])
     tables = [analysis.summary, analysis.exposure.steps]
     return "".join(table.round(6).to_csv() for table in tables), analysis.problems + analysis.doubts
 
 
-def mutated(kind: str, seed: int) -> Callable[[Trace], Any]:
+def mutated(kind, seed):
     """A change of one event, or of all of a name, to what cannot be."""
 
-    def change(trace: Trace) -> None:
+    def change(trace):
         chance = random.Random(seed)
         if chance.random() < 0.2:
             chance.choice([*WRONG[kind].values()])[0](trace)
@@ -165,14 +166,14 @@ def mutated(kind: str, seed: int) -> Callable[[Trace], Any]:
     return change
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [5, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_no_figure_changes_without_a_word(tmp_path, count):
     whole = {kind: figures(written(tmp_path / kind, kind, lambda trace: None)) for kind in ("cpu", "cuda")}
     assert whole["cpu"][1] == whole["cuda"][1] == []
 
     @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(("cpu", "cuda")), st.integers(0, 2**32))
-    def check(kind: str, seed: int) -> None:
+    def check(kind, seed):
         try:
             found, doubts = figures(written(tmp_path / "changed", kind, mutated(kind, seed)))
         except UserError as error:

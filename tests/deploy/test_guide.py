@@ -9,7 +9,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 RULES = {rule.name: rule for rule in all_rules()}
 
 
-def rows(page: str) -> list[tuple[list[str], list[str]]]:
+def rows(page):
     """Variables and rules of each row of the tables of a page whose last column is "checked by"."""
     found = []
     for table in re.findall(

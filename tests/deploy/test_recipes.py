@@ -4,13 +4,11 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import yaml
 from torch.distributed.run import config_from_args, parse_args
 
 import ddp
-from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.flags import parse_config
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +17,7 @@ SKY = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())
 COMMANDS = re.findall(r"(?<=torchrun ).*(?= main_ddp\.py| -m ddp_lab).*", (ROOT / "docs" / "gpu.md").read_text())
 
 
-def trained(torchrun: Any) -> RunConfig:
+def trained(torchrun):
     """What the entrypoint would train with; refuses flags that it does not have."""
     assert torchrun.training_script == "main_ddp.py"
     return parse_config("", ddp.REGISTRY, arguments=torchrun.training_script_args)
@@ -38,7 +36,7 @@ def test_commands_in_the_docs():
                 assert config.share_gpu and config.micro_batch_size(int(torchrun.nproc_per_node)) == 2
 
 
-def containers() -> list[dict[str, Any]]:
+def containers():
     pods = [replica["template"]["spec"] for replica in JOB["spec"]["pytorchReplicaSpecs"].values()]
     return [container for pod in pods for container in pod["containers"]]
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "doctor"
 
 
-def doctor(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
+def doctor(*arguments, stdin=b""):
     return run_in_process(script, *arguments, stdin=stdin)
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from ddp_lab.doctor import command as script
-from ddp_lab.doctor.complaints import Complaint, unexplained
+from ddp_lab.doctor.complaints import unexplained
 from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.inputs import read_inputs
@@ -16,7 +16,7 @@ CLEAN = Path(__file__).parents[1] / "data" / "doctor" / "clean"
 HARMLESS = {"NET/OFI OFI fi_getinfo() call failed: No data available", "Failed to open libibverbs.so[.1]"}
 
 
-def complaints_of(log: str, with_rules: bool = False) -> list[Complaint]:
+def complaints_of(log, with_rules=False):
     facts = Facts([to_text("train.log", log.encode())])
     return unexplained(facts, diagnose(facts) if with_rules else [])
 

@@ -3,7 +3,6 @@
 import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 from ddp_lab.doctor.comparison import compare
 from ddp_lab.doctor.reading.flight_recorder import read_dump
@@ -13,7 +12,7 @@ from tests.tables import each_row
 DATA = Path(__file__).parents[1] / "data" / "doctor"
 
 
-def own(rank: int, calls: list[tuple[str, int]], world: int = 2, first: int = 1, last_state: str = "completed") -> Any:
+def own(rank, calls, world=2, first=1, last_state="completed"):
     """A record of this project's layout; all calls but the last are completed."""
     entries = [
         {
@@ -30,7 +29,7 @@ def own(rank: int, calls: list[tuple[str, int]], world: int = 2, first: int = 1,
     return {"version": 1, "rank": rank, "world_size": world, "step": 3, "entries": entries}
 
 
-def divergences(*contents: Any) -> list[Any]:
+def divergences(*contents):
     return compare([read_dump(f"rank_{content['rank']}.flight.json", content) for content in contents])
 
 
@@ -54,7 +53,7 @@ def test_groups_of_different_ranks_with_one_name_are_different():
     assert [each.what for each in found] == ["differ"]
 
 
-def torch_dump(rank: int, group: str, ranks: str, kind: str) -> Any:
+def torch_dump(rank, group, ranks, kind):
     """A dump of torch with one collective that runs."""
     entry = {
         "collective_seq_id": 1,
@@ -116,7 +115,7 @@ def test_dumps_of_torch_2_15_on_gloo():
 
 def test_a_pickle_is_never_loaded(tmp_path):
     class Planted:
-        def __reduce__(self) -> tuple[Any, ...]:
+        def __reduce__(self):
             return Path.touch, (tmp_path / "loaded",)
 
     for protocol in range(2, 6):

@@ -20,7 +20,7 @@ LINE = "n1:11:12 [0] misc/shmutils.cc:88 NCCL WARN Error: failed to extend /dev/
 LOG = f"step 1\n{LINE}\nstep 2\n"
 
 
-def verdict(inputs: Inputs) -> tuple[str, int]:
+def verdict(inputs):
     """Rule and line number of the evidence."""
     assert inputs.problems == []
     finding = diagnose(inputs.facts)[0]

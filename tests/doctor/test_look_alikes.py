@@ -14,11 +14,11 @@ MEASURED = {"slow-pair", "run-record", "rank-without-record", "stuck-together", 
 """Rules that read no log: other tests give them what looks alike."""
 
 
-def verdicts(log: str) -> list[str]:
+def verdicts(log):
     return [finding.rule.name for finding in diagnose(Facts(texts=[to_text("train.log", log.encode())]))]
 
 
-def logs(kind: str) -> list[tuple[str, str]]:
+def logs(kind):
     """Rule and log of all cases. `fires`: the rule is the verdict. `silent`: it looks alike, and no rule applies."""
     cases = {path.stem: tomllib.loads(path.read_text()) for path in sorted(CASES.glob("*.toml"))}
     return [(rule, log) for rule, case in cases.items() for log in case.get(kind, [])]

@@ -2,24 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from ddp_lab.doctor.diagnosis import diagnose
-from ddp_lab.doctor.reading.inputs import Inputs, read_inputs
+from ddp_lab.doctor.reading.inputs import read_inputs
 
 DATA = Path(__file__).parents[1] / "data" / "doctor"
 RAS = json.loads((DATA / "ras-process-gone" / "ras.json").read_text())
 LOGS = sorted((DATA / "inspector-straggler" / "rank_1_last").iterdir())
 
 
-def changed(**status: bool) -> dict[str, Any]:
+def changed(**status):
     """The answer with another status of the rank that is missing."""
     answer = json.loads(json.dumps(RAS))
     answer["communicators"][0]["missing_ranks"][0]["status"] |= status
     return answer
 
 
-def read(folder: Path, content: str, name: str = "ras.json") -> tuple[Inputs, list[str]]:
+def read(folder, content, name="ras.json"):
     (folder / name).write_text(content)
     inputs = read_inputs([str(folder / name)])
     return inputs, [finding.rule.name for finding in diagnose(inputs.facts)]

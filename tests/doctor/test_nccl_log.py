@@ -3,18 +3,18 @@
 from pathlib import Path
 
 from ddp_lab.doctor.reading.inputs import read_inputs
-from ddp_lab.doctor.reading.nccl_log import Process, differences, read_processes
+from ddp_lab.doctor.reading.nccl_log import differences, read_processes
 from ddp_lab.doctor.reading.texts import to_text
 from tests.tables import each_row
 
 CLEAN = Path(__file__).parents[1] / "data" / "doctor" / "clean"
 
 
-def read(*names: str) -> list[Process]:
+def read(*names):
     return read_inputs([str(CLEAN / name) for name in names]).facts.processes
 
 
-def parse(*lines: str) -> list[Process]:
+def parse(*lines):
     return read_processes([to_text("log", "\n".join(lines).encode())])
 
 

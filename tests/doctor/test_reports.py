@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ddp_lab.doctor.diagnosis import Finding, diagnose
+from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.reading.inputs import Inputs, take
 from ddp_lab.doctor.rulebook import all_rules
 from tests.tables import each_row
@@ -36,18 +36,18 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     partly: list[str] = []
 
 
-def read(half: str) -> list[tuple[str, Report]]:
+def read(half):
     paths = sorted((REPORTS / half).glob("*.toml"))
     return [(path.stem, msgspec.toml.decode(path.read_bytes(), type=Report)) for path in paths]
 
 
-def findings_of(name: str, report: Report) -> list[Finding]:
+def findings_of(name, report):
     inputs = Inputs()
     take(inputs, name, BytesIO(report.log.encode()))
     return list(diagnose(inputs.facts))
 
 
-def grade(report: Report, findings: list[Finding]) -> str:
+def grade(report, findings):
     """A symptom that does not lead to the cause is silent: it claims no cause."""
     names = [finding.rule.name for finding in findings]
     if names and names[0] in report.right:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from ddp_lab.doctor import command as script
-from ddp_lab.doctor.diagnosis import Finding, advice, diagnose
+from ddp_lab.doctor.diagnosis import advice, diagnose
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.live.machine import Machine
 from ddp_lab.doctor.predicates import PREDICATES, failures, local, network
@@ -27,7 +27,7 @@ MEASURED = {"slow-pair"}
 """Rules without a file to read: they see only what `--live` measured (tests/doctor/test_live.py)."""
 
 
-def findings(*paths: Path) -> list[Finding]:
+def findings(*paths):
     inputs = read_inputs([str(path) for path in paths])
     assert inputs.problems == []
     return diagnose(inputs.facts)
@@ -121,7 +121,7 @@ def test_a_rule_before_the_symptoms_that_follow_from_it():
     assert "rule gpu-off-the-bus" in first and "a symptom, not a cause; rule watchdog-timeout" in rest
 
 
-def machine(**changes: object) -> Machine:
+def machine(**changes):
     healthy = Machine(
         shm_bytes=2**35,
         shm_free_bytes=2**34,

@@ -1,6 +1,6 @@
 """What torch's watchdog prints: which rank, which group, which number; and who is behind or did something else."""
 
-from ddp_lab.doctor.diagnosis import Finding, diagnose
+from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.texts import to_text
 from tests.tables import each_row
@@ -8,7 +8,7 @@ from tests.tables import each_row
 FILE = "ProcessGroupNCCL.cpp:632"
 
 
-def gave_up(rank: int, seq: int, kind: str, local: int | None = None, elements: int = 8) -> str:
+def gave_up(rank, seq, kind, local=None, elements=8):
     """`local`: rank in the group."""
     return (
         f"[rank{rank}]:[E109 22:46:25.9335 {FILE}] [Rank {rank if local is None else local}] Watchdog caught "
@@ -17,7 +17,7 @@ def gave_up(rank: int, seq: int, kind: str, local: int | None = None, elements: 
     )
 
 
-def status(rank: int, group: str, seq: int, enqueued: int, local: int | None = None) -> str:
+def status(rank, group, seq, enqueued, local=None):
     return (
         f"[rank{rank}]:[E109 22:46:25.9336 {FILE}] [PG ID 2 PG GUID {group} Rank {rank if local is None else local}]  "
         f"failure detected by watchdog at work sequence id: {seq} PG status: last enqueued work: {enqueued}, "
@@ -25,7 +25,7 @@ def status(rank: int, group: str, seq: int, enqueued: int, local: int | None = N
     )
 
 
-def was_told(rank: int, group: str, enqueued: int) -> str:
+def was_told(rank, group, enqueued):
     """A rank on which nothing ran out of time."""
     return (
         f"[rank{rank}]:[E109 22:46:25.9337 {FILE}] [PG ID 0 PG GUID {group} Rank {rank}] Received a dump signal due to "
@@ -34,11 +34,11 @@ def was_told(rank: int, group: str, enqueued: int) -> str:
     )
 
 
-def facts_of(*lines: str) -> Facts:
+def facts_of(*lines):
     return Facts(texts=[to_text("log", "\n".join(lines).encode())])
 
 
-def verdict(*lines: str) -> Finding:
+def verdict(*lines):
     return diagnose(facts_of(*lines))[0]
 
 

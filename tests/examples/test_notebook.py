@@ -22,7 +22,7 @@ def test_flags_go_with_the_gpu():
     assert not any(cell.get("outputs") for cell in cells), "it is kept without outputs"
     (code,) = (cell.source for cell in cells if "capability" in cell.source)
     for answer, precision, shares in (("0", "fp32", False), ("7", "fp16", True), ("9", "bf16", True)):
-        names: dict[str, str] = {}
+        names = {}
         with mock.patch.object(subprocess, "run", lambda *_, answer=answer, **__: mock.Mock(stdout=answer)):
             exec(code, {"subprocess": subprocess}, names)
         config = parse_config("", ddp.REGISTRY, arguments=["--ddp-choice", "flat_ddp", *names["flags"].split()])

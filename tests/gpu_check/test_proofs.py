@@ -1,8 +1,6 @@
 """What must hold on GPUs: how it is counted there, and judged by what the ranks would find."""
 
 import json
-from collections.abc import Sequence
-from typing import Any
 
 from ddp_lab.gpu_check import proofs
 from ddp_lab.gpu_check.host_waits import COUNTED
@@ -17,13 +15,13 @@ from tests.tables import each_row
 )
 def test_the_sanitizer_must_find_the_planted_race_alone(in_steps, in_race, how, tmp_path):
     class Watched(Pretended):
-        def answer(self, log: str, command: Sequence[str]) -> str:
+        def answer(self, log, command):
             return f'{in_race if "race" in command else in_steps}\n{{"zero1": 1.0}}\n'
 
     assert proofs.sanitizer(Watched(2, 2, tmp_path, is_quick=True)).how == how
 
 
-NONE: dict[str, Any] = {"zero1": {}, "pytorch_ddp": {"ddp.py:3": 4}}
+NONE = {"zero1": {}, "pytorch_ddp": {"ddp.py:3": 4}}
 SEEN = {"ranks.py:9": 8}
 
 
@@ -39,7 +37,7 @@ SEEN = {"ranks.py:9": 8}
 )
 def test_waits_are_judged(found, planted, how, says, tmp_path):
     class Waiting(Pretended):
-        def answer(self, log: str, command: Sequence[str]) -> str:
+        def answer(self, log, command):
             return json.dumps({proofs.PLANTED: planted} if "planted_wait" in command else found)
 
     verdict = proofs.waits(Waiting(2, 2, tmp_path, is_quick=True))

@@ -24,7 +24,7 @@ def test_batches_fit_any_number_of_ranks(size, tmp_path, monkeypatch):
             assert config.train_samples and planned_steps(config, config.train_samples)[1] == config.max_steps
 
 
-def check_row(unit: str, result: str) -> dict[str, str]:
+def check_row(unit, result):
     return {"subject": "x", "rank": "1", "unit": unit, "expected": "9", "measured": "0.0", "result": result}
 
 

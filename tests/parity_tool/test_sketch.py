@@ -77,7 +77,7 @@ def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask):
 
 @pytest.mark.parametrize(("error", "is_noise"), [(1.0, True), (0.0, False)])
 def test_an_update_is_forgiven_only_where_its_gradient_is(error, is_noise):
-    def quantity(kind: str, name: str, norm: float, error: float) -> Quantity:
+    def quantity(kind, name, norm, error):
         return Quantity(0, kind, name, 0, {(0, 0): error}, {(0, 0): 1.0}, {(0, 0): 0.0}, norm=norm, limit=1e-5)
 
     small = quantity(GRADIENT, "small", 1e-9, error)

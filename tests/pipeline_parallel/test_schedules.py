@@ -15,7 +15,7 @@ BUBBLES = {"gpipe": 3, "1f1b": 3, "interleaved": 3, "zb-h1": 1}
 """In units of p - 1 forward passes of a rank, where backward is two of them; of the interleaved one, divided by v."""
 
 
-def most_in_flight(actions: list[Action]) -> int:
+def most_in_flight(actions):
     """The most passes whose activations a rank holds at a time: from forward until all of backward is done."""
     held = most = 0
     splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
@@ -26,11 +26,11 @@ def most_in_flight(actions: list[Action]) -> int:
     return most
 
 
-def require_whole(lists: list[list[Action]], shape: Shape) -> None:
+def require_whole(lists, shape):
     """Each pass is there once, on the rank of its stage, in an order that autograd can take. Neighbours send and
     receive in one order, for each direction."""
     for rank, actions in enumerate(lists):
-        passes: dict[tuple[int, int], list[Kind]] = defaultdict(list)
+        passes = defaultdict(list)
         for kind, *which in actions:
             if kind.computes:
                 passes[*which].append(kind)

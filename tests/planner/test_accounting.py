@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -15,7 +14,7 @@ from transformers import (
 from ddp_lab.planner import models
 from ddp_lab.planner.accounting import STAGES, formula, least_ranks, state_bytes
 from ddp_lab.planner.contracts import Setting
-from ddp_lab.planner.decoders import Batch, Decoder, total
+from ddp_lab.planner.decoders import Batch, total
 from ddp_lab.planner.gpt2 import decoder_of
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.masks import without_useless_mask
@@ -82,20 +81,20 @@ def test_published_models(name):
 TOKENS, VOCABULARY = 24, 100
 
 
-def llama(kv_heads: int) -> LlamaForSequenceClassification:
+def llama(kv_heads):
     sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
     labels = {"vocab_size": VOCABULARY, "pad_token_id": 0, "num_labels": 5}
     config = LlamaConfig(**sizes, **labels, num_key_value_heads=kv_heads, use_cache=False)
     return LlamaForSequenceClassification(config).train()
 
 
-def kept_bytes(module: nn.Module, samples: int, tokens: int, precision: str) -> int:
+def kept_bytes(module, samples, tokens, precision):
     """Storage that autograd keeps after forward, parameters left out; with padding where there are several samples."""
     bring_to(module, precision)
     left_out = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    kept = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in left_out:
             kept[storage.data_ptr()] = storage  # which keeps its address from being used again
@@ -124,7 +123,7 @@ def test_activation_terms_are_what_autograd_keeps(precision, samples, kv_heads):
     )
 
 
-def classifier(kv_heads: int) -> Decoder:
+def classifier(kv_heads):
     decoder = decoder_of(llama(kv_heads).config, CLASSIFICATION)
     assert decoder is not None
     return decoder

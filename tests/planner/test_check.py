@@ -1,8 +1,5 @@
 """Plans beside steps that others have measured."""
 
-from pathlib import Path
-
-import pytest
 from rich.console import Console
 
 from ddp_lab.planner import check_command
@@ -12,7 +9,7 @@ TINY = "--d-model 64 --d-ff 96 --layers 2 --vocab 90 --sequence-length 16 --gpus
 ROW = f'[mine]\nplan = "{TINY} --grad-accum-steps 1 --choices zero3"\ntokens_per_s_gpu = 1000\nsource = "me"\n'
 
 
-def check(path: Path, text: str, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+def check(path, text, capsys, *more):
     path.write_text(text)
     options = build_parser("check").parse_args(["--check", str(path), "--jobs", "1", *more])
     check_command.run(options, Console(width=200))

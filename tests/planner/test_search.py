@@ -1,6 +1,5 @@
 """The search for settings: what it finds, leaves out and says, on steps that are made up and on the simulator."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -28,7 +27,7 @@ SLOWER = dict(zip(LEVELS, (1.0, 1.05, 1.15, 1.3), strict=True))
 SMALLER = dict(zip(LEVELS, (1.0, 0.7, 0.5, 0.2), strict=True))
 
 
-def made_up(tasks: Sequence[Task]) -> list[Outcome]:
+def made_up(tasks):
     """Each sample of a micro-batch takes 4 GiB, less with recomputation; each micro-batch takes 5 ms besides, and less
     where it is compiled. zero1 takes 2 GiB for states and is slower by a tenth; bucket_ddp_async takes 12."""
     found = []
@@ -44,7 +43,7 @@ def made_up(tasks: Sequence[Task]) -> list[Outcome]:
     return found
 
 
-def every(begin: Sequence[Task], ways: Ways) -> list[Outcome]:
+def every(begin, ways):
     """The whole grid, one by one."""
     tasks = list[Task]()
     for (each, choice), steps, level, compiled in product(begin, (1, 2, 4, 8), LEVELS, ways.costs):
@@ -88,7 +87,7 @@ def test_ways_of_a_mesh():
     ways, plain = Ways(LEVELS, {True: COSTS, False: COSTS}), case("4xL4", batch=16)
     on_tp = replace(plain, config=plain.config.but(mesh="dp=2,tp=2"))
 
-    def told(chains: list[list[Case]]) -> list[list[str]]:
+    def told(chains):
         of = [[each.config.strategy for each in chain] for chain in chains]
         return [[each.activation_checkpointing + "*" * each.compile for each in chain] for chain in of]
 

@@ -1,8 +1,6 @@
 """In which order batches are copied and waited for: the streams of a pretended device write down what is asked."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,24 +13,24 @@ from ddp_lab.strategy.batches import StepData
 class PretendedStream:
     """Of copies, or the current one."""
 
-    def __init__(self, log: list[Any], name: str) -> None:
+    def __init__(self, log, name):
         self._log, self.name, self._events = log, name, 0
 
-    def record_event(self) -> str:
+    def record_event(self):
         self._log.append(f"copied {self._events}")
         self._events += 1
         return f"copied {self._events - 1}"
 
-    def wait_event(self, event: str) -> None:
+    def wait_event(self, event):
         self._log.append(f"{self.name} waits for {event}")
 
 
 @pytest.fixture
-def log() -> Iterator[list[Any]]:
-    noted: list[Any] = []
+def log():
+    noted = []
     plain_to = torch.Tensor.to
 
-    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+    def to(tensor, device, non_blocking=False):
         assert non_blocking, "the host would wait"
         return plain_to(tensor, "cpu")
 

@@ -3,9 +3,7 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ddp_lab.runtime.errors import ERROR_FILE, speaks_for_node, tell_torchrun
@@ -13,7 +11,7 @@ from ddp_lab.runtime.errors import ERROR_FILE, speaks_for_node, tell_torchrun
 LINE = "error: flat_ddp: rank 1 was killed in step 3"
 
 
-def become(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int) -> Path:
+def become(monkeypatch, folder, rank):
     """Be a rank under `torchrun`; the path of its error file."""
     path = folder / "attempt_0" / str(rank) / "error.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +45,7 @@ leave_as_one("error: a mistake", 1, fails=False)
 def test_one_rank_of_a_node_fails_for_all(monkeypatch, tmp_path):
     """Unless none would."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    codes: dict[str, list[int]] = {}
+    codes = {}
     for script, ranks in ((LEAVES, 3), (NOBODY_FAILS, 1)):
         begun = []
         for rank in range(ranks):

@@ -18,7 +18,7 @@ from ddp_lab.sweep.command import parse as parse_sweep
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
 
 
-def parsed(*arguments: str) -> RunConfig:
+def parsed(*arguments):
     return parse_config("", ddp.REGISTRY, arguments=arguments)
 
 
@@ -69,7 +69,7 @@ model = "--odd name"
 """
 
 
-def written(folder: Path, text: str) -> str:
+def written(folder, text):
     (folder / "run.toml").write_text(text)
     return str(folder / "run.toml")
 

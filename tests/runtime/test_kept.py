@@ -1,19 +1,16 @@
 """What a run keeps of text for the next, by content. Damaged files: `tests/test_damage.py`."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
-from ddp_lab.runtime.data.documents import Source, Text
+from ddp_lab.runtime.data.documents import Source
 from ddp_lab.runtime.data.kept import cache_folder, kept
 
 VALUES = np.arange(1000, dtype=np.int32)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return cache_folder()
 
@@ -37,11 +34,11 @@ def test_tokens_are_kept_by_the_content_of_text_and_tokenizer(tmp_path):
     (folder / "test.jsonl").write_text('{"text": "seven"}\n')
     tokenizer, other = (load_trained_tokenizer(train_tokenizer(["one two"], n, "<end>"), "<end>") for n in (260, 262))
 
-    def read(source: str = str(folder), tokenizer: Any = tokenizer, seed: int = 1) -> tuple[Text, bool]:
+    def read(source=str(folder), tokenizer=tokenizer, seed=1):
         text, path = Source(source, "text", streams=False).tokenized(tokenizer, seed, 8, (None, 4))
         return text, path is not None
 
-    def plain(text: Text) -> list[Any]:
+    def plain(text):
         return [[part.tolist() for part in documents] for documents in text[:2] if documents] + [text.has_prompts]
 
     (made, was_kept), (found, is_kept) = read(), read()

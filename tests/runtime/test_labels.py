@@ -1,8 +1,5 @@
 """Classification of texts with any labels, in columns of any name: what is found, and what is refused in one line."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
@@ -13,11 +10,11 @@ from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 
 
-def load(path: Path, text: str = "text", label: str = "label", train: int = 100, held_out: int = 100) -> Any:
+def load(path, text="text", label="label", train=100, held_out=100):
     return hub.load_labelled_text(str(path), hub.Columns(text, label), train, held_out, seed=0)
 
 
-def rows(*labels: Any, text: str = "fine") -> Dataset:
+def rows(*labels, text="fine"):
     return Dataset.from_list([{"text": f"{text} {label}", "label": label} for label in labels])
 
 
@@ -60,7 +57,7 @@ def test_the_head_of_a_trained_model_keeps_its_order(tmp_path):
 
 
 def test_what_cannot_be_used_is_named(tmp_path):
-    def refusal(train: list[dict[str, Any]], test: list[dict[str, Any]] | None = None, **columns: str) -> str:
+    def refusal(train, test=None, **columns):
         folder = tmp_path / "data"
         splits = {"train": Dataset.from_list(train), "test": Dataset.from_list(test or train)}
         DatasetDict(splits).save_to_disk(folder)

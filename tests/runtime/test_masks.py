@@ -1,8 +1,5 @@
 """Forward and backward of the built-in models read nothing from a device, and compute what transformers would."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,13 +16,13 @@ class CountReads(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
         return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture
-def plain_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plain_transformers(monkeypatch):
     """transformers as it is without `read_no_masks`; afterwards as it was before the test."""
     plain = {name: ORIGINAL[name] for name in PATCHED}
     for name, function in plain.items():
@@ -37,14 +34,14 @@ ORIGINAL = {name: getattr(masks, name) for name in PATCHED}
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def model_named(name: str) -> torch.nn.Module:
+def model_named(name):
     torch.manual_seed(0)
     if name == "bert":
         return BertForSequenceClassification(BertConfig(**SMALL, vocab_size=50)).eval()
     return LlamaForSequenceClassification(LlamaConfig(**SMALL, vocab_size=50, pad_token_id=0)).eval()
 
 
-def batch(pads: bool) -> dict[str, torch.Tensor]:
+def batch(pads):
     ids, mask = torch.arange(1, 25).view(2, 12), torch.ones(2, 12, dtype=torch.int64)
     if pads:
         ids[0, 8:] = mask[0, 8:] = 0

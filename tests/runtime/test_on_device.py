@@ -1,8 +1,6 @@
 """Collectives that a device runs: what is known of them, and when a hang is declared."""
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +20,10 @@ CPU = torch.device("cpu")
 class Stream:
     """Marks are reached when the test says so."""
 
-    def __init__(self) -> None:
-        self.marks: list[list[bool]] = []
+    def __init__(self):
+        self.marks = []
 
-    def mark(self, device: torch.device) -> Callable[[], bool]:
+    def mark(self, device):
         reached = [False]
         self.marks.append(reached)
         return lambda: reached[0]
@@ -36,20 +34,20 @@ class Work:
 
     is_done = has_failed = False
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return self.is_done
 
-    def is_success(self) -> bool:
+    def is_success(self):
         return not self.has_failed
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self):
         self.flight = FlightRecorder.create(rank=0)
         self.followed = DeviceCollectives(self.flight)
         self.issued = 0
 
-    def issue(self, queue: str | None = "group", timeout_s: float = 600.0, work: Any = None) -> int:
+    def issue(self, queue="group", timeout_s=600.0, work=None):
         self.issued += 1
         number = self.flight.add(self.issued, "all_reduce", 10, "float32", "ranks 0,1", -1, 0)
         self.followed.issue(number, queue, CPU, timeout_s)
@@ -57,20 +55,20 @@ class Bench:
         return number
 
     @property
-    def states(self) -> list[str]:
+    def states(self):
         self.followed.look()
         return [entry.state for entry in self.flight.state().entries]
 
 
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+def stream(monkeypatch):
     stream = Stream()
     monkeypatch.setattr(on_device, "mark_stream", stream.mark)
     return stream
 
 
 @pytest.fixture
-def bench(stream: Stream) -> Iterator[Bench]:
+def bench(stream):
     bench = Bench()
     yield bench
     bench.flight.close()
@@ -121,7 +119,7 @@ def test_a_hang_is_declared_before_the_timeout(bench, timeout_s, declared_s):
 
 @each_row("waited_s, kind", [(599.0, "timeout"), (1.0, "collective")])
 def test_a_backend_that_aborts_gives_the_reason(stream, monkeypatch, waited_s, kind):
-    ended: list[ExitReason] = []
+    ended = []
     monkeypatch.setattr(Watcher, "end", lambda watcher, reason: ended.append(reason))
     watcher = Watcher(0, 2, lambda *_: None, lambda *_: None)
     watcher.on_device.issue(watcher.flight.add(1, "all_reduce", 1, "float32", "ranks 0,1", -1, 0), "", CPU, 600.0)
@@ -135,7 +133,7 @@ def test_a_backend_that_aborts_gives_the_reason(stream, monkeypatch, waited_s, k
 # The cause, when no host is blocked ----------------------------------------------------------------------------------
 
 
-def rank(number: int, *states: str, kind: str = "timeout", root: int = -1, is_stopped: bool = False) -> RankReport:
+def rank(number, *states, kind="timeout", root=-1, is_stopped=False):
     """A rank whose collectives 1, 2, ... are in these states."""
     entries = tuple(
         Entry(seq, "all_reduce", 10, "float32", "ranks 0-2", root, 0, state, float(seq))
@@ -146,7 +144,7 @@ def rank(number: int, *states: str, kind: str = "timeout", root: int = -1, is_st
     return RankReport(state, ExitReason(kind, "", 1.0), is_stopped=is_stopped)
 
 
-HANGS: dict[str, tuple[list[RankReport], int, str]] = {
+HANGS = {
     "a host that did not issue it": (
         [rank(0, "completed", "started"), rank(1, "completed", kind="noticed"), rank(2, "completed", "started")],
         1,

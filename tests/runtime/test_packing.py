@@ -1,7 +1,5 @@
 """Documents in sequences: every token where it belongs, and none that sees another document."""
 
-from typing import Any
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +19,7 @@ from ddp_lab.strategy.batches import IGNORED
 from tests.runtime.test_masks import CountReads
 from tests.tables import each_row
 
-SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SHAPE |= {"vocab_size": 60, "use_cache": False}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
@@ -31,7 +29,7 @@ MODELS = {
 }
 
 
-def numbered(lengths: list[int]) -> list[list[int]]:
+def numbered(lengths):
     """Documents in which no token occurs twice."""
     tokens = iter(range(1, sum(lengths) + 1))
     return [[next(tokens) for _ in range(length)] for length in lengths]

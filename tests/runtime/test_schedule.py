@@ -7,7 +7,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.schedule import learning_rates
 
 
-def rates(schedule: str, warmup: int, steps: int) -> list[float]:
+def rates(schedule, warmup, steps):
     rate = learning_rates(RunConfig(lr=0.8, schedule=schedule, warmup_steps=warmup), steps)
     return [rate(step) for step in range(steps)]
 

@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_lab.__main__ import help_text
+from ddp_lab.__main__ import help_text, main
 from ddp_lab.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    door = [sys.executable, "-m", "ddp_lab", *arguments]
-    return subprocess.run(door, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_help_has_every_command_with_an_example_and_loads_nothing_heavy():
@@ -36,9 +31,10 @@ def test_docs_list_every_command():
     assert sorted(documented) == sorted([*COMMANDS, "completion"])
 
 
-def test_a_shell_completes_commands_and_flags(tmp_path):
+def test_a_shell_completes_commands_and_flags(tmp_path, capsys):
     script = tmp_path / "completion.bash"
-    script.write_text(command("completion", "bash").stdout)
+    assert main(["completion", "bash"]) == 0
+    script.write_text(capsys.readouterr().out)
     ask = (
         f"source {script}; COMP_WORDS=(ddp-lab train --grad-acc); COMP_CWORD=2; _shtab_ddp_lab; echo ${{COMPREPLY[@]}}"
     )

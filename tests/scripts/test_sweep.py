@@ -40,21 +40,21 @@ class Sweep:
         ignored: The signals that it takes no more when it ends.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.of = ["ddp", "2"]
         self.passes = 1
-        self.asked: dict[str, list[str]] = {}
-        self.report_problem: BaseException | None = None
+        self.asked = {}
+        self.report_problem = None
 
-    def run(self, *arguments: str, train: Train = lambda *_: True) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments, train=lambda *_: True):
         self.asked = {}
 
-        def started(choice: str, ranks: int, arguments: list[str]) -> bool:
+        def started(choice, ranks, arguments):
             self.asked[choice] = arguments
             return train(choice, arguments)
 
-        def reported(*_: object, passes: object) -> Path:
+        def reported(*_, passes):
             if self.report_problem:
                 raise self.report_problem
             return self.folder / "compare.html"
@@ -78,17 +78,17 @@ class Sweep:
                     signal.signal(number, handler)
         return subprocess.CompletedProcess(command, code, out.getvalue(), error.getvalue())
 
-    def checkpoints(self, choice: str) -> Path:
+    def checkpoints(self, choice):
         return self.folder / "checkpoints" / choice
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Sweep:
+def sweep(tmp_path):
     return Sweep(tmp_path)
 
 
-def stopped_in(last: str) -> Train:
-    def train(choice: str, arguments: list[str]) -> bool:
+def stopped_in(last):
+    def train(choice, arguments):
         if choice == last:
             raise KeyboardInterrupt
         return True
@@ -112,9 +112,9 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep, last):
 def test_passes_go_on_in_their_middle(sweep):
     """Each later one has an order of its own, the same again, and does without what is done once."""
     sweep.passes, flags = 3, ["--checkpoint-every", "2", "--generate=3", "--lr", "0.1"]
-    asked: list[tuple[str, bool]] = []
+    asked = []
 
-    def train(choice: str, arguments: list[str]) -> bool:
+    def train(choice, arguments):
         once = {"--checkpoint-every", "--generate=3"} <= {*arguments}
         assert once != ("--no-eval" in arguments)
         asked.append((choice, once))
@@ -227,7 +227,7 @@ ON_FOUR += ["zero3@dp2-tp2", "zero3@dp2-tp2-sp", "pytorch_fsdp_tp@dp2-tp2", "zer
 
 
 @pytest.fixture
-def mesh_sweep(sweep: Sweep) -> Sweep:
+def mesh_sweep(sweep):
     sweep.of = ["parallel", "4"]
     return sweep
 
@@ -335,23 +335,23 @@ assert distributed.TCPStore.__name__ == "TCPStore"
 """
 
 
-def test_each_failure_is_one_line_and_nobody_else_can_join():
+FAILURES = {
+    "says why": ["error: a mistake", "says why False"],
+    "is killed": ["error: flat_ddp: ... failed: Signal 9 (SIGKILL) received by ...", "is killed False"],
+    "exits": ["error: flat_ddp: ... failed: exit code 3", "exits False"],
+    "is blamed": ["error: ... knows why", "is blamed False"],
+    "can be reached from elsewhere": ["can be reached from elsewhere True"],
+}
+
+
+@pytest.mark.parametrize("kinds", [["says why", "is killed"], pytest.param([*FAILURES], marks=pytest.mark.slow)])
+def test_each_failure_is_one_line_and_nobody_else_can_join(kinds):
     """What `torchrun` prints of a failure is not shown, but all that ranks print is."""
-    kinds = ["exits", "says why", "is killed", "is blamed", "can be reached from elsewhere"]
     command = [sys.executable, "-c", SWEEP, *kinds]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0 and answer.stdout == ""
-    assert re.sub(r"PID \d+|rank \d", "...", answer.stderr).splitlines() == [
-        "error: flat_ddp: ... failed: exit code 3",
-        "exits False",
-        "error: a mistake",
-        "says why False",
-        "error: flat_ddp: ... failed: Signal 9 (SIGKILL) received by ...",
-        "is killed False",
-        "error: ... knows why",
-        "is blamed False",
-        "can be reached from elsewhere True",
-    ]
+    said = re.sub(r"PID \d+|rank \d", "...", answer.stderr).splitlines()
+    assert said == [line for kind in kinds for line in FAILURES[kind]]
 
 
 def test_sweeps_over_one_mesh_in_each_schedule_never_share_a_folder(mesh_sweep):

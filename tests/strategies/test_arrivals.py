@@ -1,9 +1,7 @@
 """Which parts of a model wait for which parameters: each for its own, just before it runs, and never too late."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from ddp_lab.strategy.blocks import find_blocks
@@ -14,7 +12,7 @@ from tests.tables import each_row
 class Model(nn.Module):
     """Notes what runs. `offset` lies beside the blocks, in no part; `head` is perhaps not called."""
 
-    def __init__(self, log: list[str], calls_head: bool = True) -> None:
+    def __init__(self, log, calls_head=True):
         super().__init__()
         self.log, self.calls_head = log, calls_head
         self.embedding = nn.Linear(2, 2)
@@ -22,7 +20,7 @@ class Model(nn.Module):
         self.offset = nn.Parameter(torch.zeros(2))
         self.head = nn.Linear(2, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x) + self.offset
         for index, block in enumerate(self.blocks):
             self.log.append(f"before block {index}")
@@ -34,16 +32,16 @@ class Model(nn.Module):
 class Flat:
     """In the place of a flat parameter, and of its parts on their way."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, log: list[str]) -> None:
+    def __init__(self, name, parameter, log):
         self.name, self.parameters, self.log = name, [parameter], log
 
-    def wait(self) -> None:
+    def wait(self):
         self.log.append(f"wait for {self.name}")
 
 
-def started(model: Model, cut: bool = True) -> Any:
+def started(model, cut=True):
     """What lets `model` wait, after a first forward pass, with all parameters on their way."""
-    flats: list[Any] = [Flat(name, p, model.log) for name, p in model.named_parameters() if "bias" not in name]
+    flats = [Flat(name, p, model.log) for name, p in model.named_parameters() if "bias" not in name]
     arrivals = Arrivals(model, find_blocks(model) if cut else [], flats)
     model(torch.ones(1, 2))
     model.log.clear()
@@ -54,7 +52,7 @@ def started(model: Model, cut: bool = True) -> Any:
 
 @each_row("is_training", [True, False])
 def test_each_part_waits_for_its_own(is_training):
-    log: list[str] = []
+    log = []
     model = Model(log)
     started(model)
     with torch.set_grad_enabled(is_training):
@@ -75,7 +73,7 @@ def test_each_part_waits_for_its_own(is_training):
 
 
 def test_weights_of_a_module_that_is_not_called_are_waited_for_at_once():
-    log: list[str] = []
+    log = []
     model = Model(log, calls_head=False)
     started(model)
     model(torch.ones(1, 2))

@@ -6,7 +6,7 @@ from torch import nn
 from ddp.buckets import FEWEST_BUCKETS, MOST_WAITING, Bucket, fill_buckets, moves_at, usual_cap_bytes
 
 
-def layers(width: int, depth: int) -> list[nn.Parameter]:
+def layers(width, depth):
     return [nn.Linear(width, width, bias=False, device="meta").weight for _ in range(depth)]
 
 

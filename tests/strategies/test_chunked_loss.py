@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
@@ -16,7 +16,7 @@ from tests.models import build, make_batch
 from tests.tables import each_row
 
 
-def answers(module: nn.Module, precision: str, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def answers(module, precision, batch):
     """Loss and gradients of a micro-batch that counts 0.3."""
     with autocast("cpu", precision):
         loss = module(**batch).loss
@@ -50,7 +50,7 @@ def test_only_the_logits_of_a_chunk_exist():
     """Of 512 tokens and a vocabulary of 4000: 12 bytes for each pair at the peak without chunks."""
     hidden, head, targets = torch.randn(512, 8), nn.Linear(8, 4000, bias=False), torch.arange(512)
 
-    def peak(chunks: int) -> float:
+    def peak(chunks):
         with counting_on_all_threads(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             given = hidden.clone().requires_grad_()
             if chunks:

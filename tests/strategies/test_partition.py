@@ -27,7 +27,7 @@ def test_every_element_has_one_owner(shapes, world_size):
     flat = torch.zeros(layout.padded_numel)
     for slot, parameter in enumerate(parameters):
         layout.view(flat, slot).copy_(parameter)
-    rebuilt: list[list[torch.Tensor]] = [[] for _ in shapes]
+    rebuilt = [[] for _ in shapes]
     for rank in range(world_size):
         for piece in layout.pieces(rank):
             assert piece.start < piece.end
@@ -82,7 +82,7 @@ APART = {
 }
 
 
-def holding(one: torch.Tensor, other: torch.Tensor, kind: str = "trains") -> nn.Module:
+def holding(one, other, kind="trains"):
     module = nn.Module()
     module.register_parameter("one", nn.Parameter(one, requires_grad=kind != "frozen"))
     if kind == "buffer":

@@ -2,7 +2,6 @@
 
 import itertools
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,9 +11,8 @@ from torch import nn
 import ddp
 import sharding
 from ddp_lab.gpu_check.parts import ROOT
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.stream_checker.check import STEPS, Seen, check
+from ddp_lab.stream_checker.check import STEPS, check
 from pipeline_parallel.schedules import SCHEDULES
 from scripts import check_streams
 from tests.in_process import run_in_process
@@ -30,14 +28,14 @@ IN_BUCKETS = ("bucket_ddp_async", "baseline", "zero1", "zero2")
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Any:
+def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def checked(choice: str, model: str = "llama", micro_batches: int = 1, **more: Any) -> Seen:
+def checked(choice, model="llama", micro_batches=1, **more):
     options = {"bucket_cap_mb": 0.0005} if choice in IN_BUCKETS else {}
     options |= more.pop("options", {})
     if schedule := more.pop("schedule", ""):
@@ -47,14 +45,17 @@ def checked(choice: str, model: str = "llama", micro_batches: int = 1, **more: A
     )
 
 
-@pytest.mark.parametrize("choice", [*HAND_WRITTEN, "pytorch_ddp", "pytorch_zero3"])
+ALONE = ("simple_ddp", "simple_ddp_async", "flat_ddp", "bucket_ddp_async", "zero1", "zero2", "zero3", "pytorch_zero3")
+
+
+@pytest.mark.parametrize("choice", by_default([*HAND_WRITTEN, "pytorch_ddp", "pytorch_zero3"], *ALONE))
 def test_no_race_and_no_host_wait(choice):
     """Also with clipping, and with buffers."""
     model = "normed" if choice in ("simple_ddp", "zero2", "pytorch_ddp") else "llama"
     check_late_and_early(choice, model, 2, clip_grad_norm=0.1)
 
 
-def check_late_and_early(choice: str, model: str, micro_batches: int, **more: Any) -> None:
+def check_late_and_early(choice, model, micro_batches, **more):
     """No race, and results are the same however late collectives end."""
     late, early = (checked(choice, model, micro_batches, is_late=is_late, **more) for is_late in (True, False))
     assert not late.races and not early.races, f"{model}, {micro_batches} micro-batches"
@@ -90,7 +91,7 @@ def test_no_race_under_any_module(choice):
 CAST = {"param_dtype": "bf16"}
 SCALED = {"precision": "fp16", "loss_scale": 2.0**10}
 """The loss scale stays on the device."""
-SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
+SETTINGS = [
     *((choice, "normed", {"shard_size": 2}) for choice in ("zero1", "zero2", "zero3", "pytorch_zero3")),
     *((choice, "branching", {"find_unused_parameters": True}) for choice in ("bucket_ddp_async", "zero2", "zero3")),
     *((choice, "llama", CAST) for choice in ("zero2", "zero3")),
@@ -122,15 +123,15 @@ def test_an_abandoned_step_leaves_no_race(choice):
     check_abandoned(choice, "backward", 3, 2 if choice.startswith("zero") else None)
 
 
-def check_abandoned(choice: str, where: str, micro_batch: int, shard_size: int | None) -> None:
-    calls: list[int] = []
+def check_abandoned(choice, where, micro_batch, shard_size):
+    calls = []
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         calls.append(1)
         if len(calls) == micro_batch:
             raise RuntimeError("planted")
 
-    def abandon(strategy: Strategy) -> None:
+    def abandon(strategy):
         strategy.zero_grad()
         layers = [layer for layer in strategy.module.modules() if isinstance(layer, nn.Linear)]
         if where == "forward":

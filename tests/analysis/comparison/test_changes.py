@@ -1,8 +1,5 @@
 """Two runs of one choice: figures worked out by hand, and the command line with its exit codes."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,7 +12,7 @@ from tests.traces import RHYTHM, cpu_trace, record, record_of_eight_steps, timed
 OLD, NEW = "20261121-090000-aaaa", "20261121-100000-bbbb"
 
 
-def traced(ms: list[float], calls: float, exposed: float = 0.2) -> Traced:
+def traced(ms, calls, exposed=0.2):
     """Of two ranks, which take so long for each profiled step (one 1 ms less, the other 1 ms more), part of it
     exposed; and make so many all-reduces of 100 bytes."""
     rows = [
@@ -37,7 +34,7 @@ ZEROS = [f"{kind}_{what}_per_step" for kind in KINDS for what in ("calls", "byte
 ZEROS += ["compute_pct", "non_compute_pct", "idle_pct", "overlap_pct"]
 
 
-def by_figure(baseline: Run, run: Run) -> dict[str, Any]:
+def by_figure(baseline, run):
     return {row["figure"]: row for row in changes(baseline, run).to_dict("records")}
 
 
@@ -50,7 +47,7 @@ def test_step_times_a_tenth_longer():
     assert time["p_value"] == 2 / 2**10 and time["result"] == rate["result"] == "worse"
     assert rate["run"] / rate["baseline"] == pytest.approx(1 / 1.1) and rate["unit"] == "samples/s"
     assert rate["change_pct"] == pytest.approx(100 / 1.1 - 100)
-    assert rate["interval_low"] == rate["interval_high"] == pytest.approx(100 / 1.1 - 100)
+    assert [rate["interval_low"], rate["interval_high"]] == pytest.approx([100 / 1.1 - 100] * 2)
     assert by_figure(Run(timed("a", 0.11), None), Run(timed("a", 0.1), None))["step time"]["result"] == "better"
 
 
@@ -93,10 +90,10 @@ def test_parts_of_a_step_are_tested_by_step_and_calls_are_counted():
 # The command line ----------------------------------------------------------------------------------------------------
 
 
-def run_in(folder: Path, run_id: str, content: dict[str, Any], calls: int = 1) -> Path:
+def run_in(folder, run_id, content, calls=1):
     """A run of `cpu_trace` as training leaves it; of `calls`, one is the trace's own and one more may be planted."""
 
-    def trace(rank: int) -> dict[str, Any]:
+    def trace(rank):
         made = cpu_trace(rank)
         again = [
             {**event, "ts": event["ts"] + 310} for event in made["traceEvents"] if "allreduce" in event["name"] or
@@ -110,7 +107,7 @@ def run_in(folder: Path, run_id: str, content: dict[str, Any], calls: int = 1) -
 
 
 @pytest.fixture
-def zero3(tmp_path: Path) -> Path:
+def zero3(tmp_path):
     """A folder with two runs, the later a tenth slower and with a call more."""
     folder = tmp_path / "profile" / "zero3"
     run_in(folder, OLD, timed("zero3", 0.1))
@@ -127,15 +124,13 @@ def test_changes_of_two_runs(zero3):
     assert table.loc["step time", "result"] == table.loc["collectives", "result"] == "worse"
     assert table.loc["idle", "result"] == "unknown" and not (folder / "summary.html").exists()
     for flags, code, named in (
-        (["--fail-above", "5"], 3, {"step time", "collectives", "throughput"}),
         (["--run", NEW, "--fail-above", "20"], 3, {"collectives"}),
-        (["--fail-above", "150"], 0, set()),
         (["--baseline", NEW, "--fail-above", "0"], 0, set()),
     ):
         answer = compare_runs(str(zero3), *flags)
         worse = {line.split(" got worse")[0].removeprefix("error: ") for line in answer.stderr.splitlines()}
         assert answer.returncode == code and named <= worse and bool(named) == bool(worse)
-        assert "step time" in named or "step time" not in worse
+        assert "step time" not in worse
 
 
 def test_runs_from_elsewhere_and_without_traces(zero3, tmp_path):

@@ -1,9 +1,6 @@
 """All choices side by side: figures worked out by hand, which choice wins, what is refused, and the page."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +15,7 @@ from ddp_lab.analysis.metrics.significance import fewest_pairs
 from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
 from ddp_lab.analysis.report.pages.heads import labels
 from ddp_lab.analysis.report.pages.summary import summary_page
-from ddp_lab.analysis.summary import WindowAnalysis, analyse_window
+from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.runtime.errors import UserError
 from tests.analysis.test_analysis import not_shown
@@ -26,7 +23,7 @@ from tests.tables import each_row
 from tests.traces import record, timed, write, write_run
 
 
-def analysed(folder: Path, choice: str, changes: Mapping[str, Any] = MappingProxyType({})) -> WindowAnalysis:
+def analysed(folder, choice, changes=MappingProxyType({})):
     """A run of `cpu_trace` with its record."""
     trace_dir = write_run(folder / "profile" / choice)
     (window,) = find_windows(trace_dir)
@@ -34,7 +31,7 @@ def analysed(folder: Path, choice: str, changes: Mapping[str, Any] = MappingProx
     return analyse_window(window)
 
 
-def body_of(text: str) -> str:
+def body_of(text):
     return text[text.index("<body>") : text.index("</main>")]
 
 
@@ -68,7 +65,7 @@ def test_steps_are_held_against_the_reference_one_by_one():
 # Passes of a sweep ---------------------------------------------------------------------------------------------------
 
 
-def in_passes(choice: str, *seconds: float) -> dict[str, Any]:
+def in_passes(choice, *seconds):
     """A choice whose passes of 20 steps took so long a step."""
     runs = {number: timed(choice, each, steps=20) for number, each in enumerate(seconds, 1)}
     return with_passes(runs[1], runs)
@@ -96,10 +93,10 @@ def test_a_verdict_is_what_every_pass_says_on_an_equal_machine(case):
     assert table.loc["a", "withheld"] == (found.withheld or None)
 
 
-def computing(*passes: float) -> Traced:
+def computing(*passes):
     """What the traces of a run say that computes so many ms in each pass."""
     steps = [pd.DataFrame({"step": [5, 6], "rank": 0, "compute_ms": [ms, 1.01 * ms]}) for ms in passes]
-    nothing: Any = pd.DataFrame()
+    nothing = pd.DataFrame()
     return Traced(nothing, steps[0], nothing, nothing, 5, dict(enumerate(steps[1:], 2)))
 
 
@@ -147,12 +144,12 @@ SLOW_PARTS = {"exposed_wait_ms": 15.0, "exposed_transfer_ms": 35.0, "compute_ms"
 
 
 def concluded(
-    records: dict[str, Any],
-    parts: dict[str, Any] | None = None,
-    affected: Any = (),
-    equal_compute: bool = False,
-    **peaks: float,
-) -> str:
+    records,
+    parts=None,
+    affected=(),
+    equal_compute=False,
+    **peaks,
+):
     """Of hand-made runs; `parts` of profiled steps, and peaks of memory in MiB, by choice."""
     table = comparison(records, {}, "ref").set_index("choice", drop=False)
     for choice, columns in (parts or {}).items():
@@ -172,7 +169,7 @@ BOTH = {"ref": SLOW_PARTS, "fast": FAST_PARTS}
 RUNS = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1)}
 PASSES = {"ref": in_passes("ref", 0.2, 0.2), "fast": in_passes("fast", 0.1, 0.1)}
 NO_CLAIM = ("fastest", "less", "Believe")
-CONCLUSIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
+CONCLUSIONS = [
     # of 100.5 ms `fast` computes 0.6 and is exposed 0.3; of 201 ms `ref` computes 58 / 118, is exposed 50 / 118
     (
         RUNS | {"alike": timed("alike", 0.1001, 0.01)},
@@ -294,7 +291,7 @@ def test_what_may_differ_is_named_and_says_what_does_not_compare():
 # The page ------------------------------------------------------------------------------------------------------------
 
 
-def compared(folder: Path, allowed: tuple[str, ...] = (), **changes: Any) -> Compared:
+def compared(folder, allowed=(), **changes):
     """Two choices, of which `other` is as fast again; `changes` are to its record."""
     records = {"pytorch_ddp": timed("pytorch_ddp", 0.2), "other": timed("other", 0.1) | changes}
     traced = {choice: keep(analysed(folder, choice, content)) for choice, content in records.items()}

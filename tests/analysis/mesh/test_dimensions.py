@@ -1,7 +1,6 @@
 """The dimension of a process group, and figures by dimension, worked out by hand."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,7 +28,7 @@ MESHES = ("dp=2,tp=2", "dp=4", "tp=4", "dp=1,tp=2", "replicate=2,shard=2", "repl
 SQUARE = {"dp": 2, "tp": 2}
 
 
-def of_text(text: str) -> dict[str, int]:
+def of_text(text):
     mesh = mesh_of({"config": {"mesh": text}})
     assert mesh is not None
     return mesh
@@ -67,7 +66,7 @@ def test_coordinates_and_dimensions_agree_with_those_of_training(text):
 
 def test_dimensions_of_groups():
     mesh = of_text("replicate=2,shard=2,tp=4")
-    expected: dict[tuple[int, ...], str] = {
+    expected = {
         (0, 1, 2, 3): "tp",
         (6, 7): "tp",  # a part of the four
         (1, 5): "shard",
@@ -119,7 +118,7 @@ def test_a_message_that_is_posted_ahead_counts_where_it_is_waited_for_or_alone(m
     assert found.dimensions.set_index("dimension")["exposed_ms"].to_dict() == {"pp": 0.05, "tp": 0.01}
 
 
-def on_square(start: dict[int, float]) -> list[Any]:
+def on_square(start):
     """Ranks of the mesh, in each an all-reduce over tp that it starts at `start`, and one over dp, all at once."""
     made = []
     for rank, at in start.items():
@@ -138,7 +137,7 @@ def test_the_audit_tells_dimensions_apart():
     right = [{**part, "payload_bytes": 8, "dimension": "tp"}, {**part, "payload_bytes": 16, "dimension": "dp"}]
     swapped = [{**part, "payload_bytes": 16, "dimension": "tp"}, {**part, "payload_bytes": 8, "dimension": "dp"}]
 
-    def failing(traffic: list[Any], timelines: list[Any]) -> set[str]:
+    def failing(traffic, timelines):
         table = audit(timelines, {**run, "expected_traffic": traffic})
         table = table[table["unit"].str.endswith("/step")]
         assert len(table)

@@ -8,9 +8,7 @@ between two). On a device, steps follow each other without gaps, and what the le
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
 import pytest
 from hta.trace_analysis import TraceAnalysis
 from hypothesis import given, settings
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 
 from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.metrics.holistic import holistic_figures
-from ddp_lab.analysis.traces.timeline import RankTimeline
 from tests import raw
 from tests.traces import event, timeline_of, write
 
@@ -33,7 +30,7 @@ kernel = st.tuples(st.sampled_from(LANES), st.integers(0, 1), offsets)
 device_steps = st.lists(st.lists(kernel, max_size=7), min_size=3, max_size=4)
 
 
-def device_trace(steps: list[Any], rank: int = 0) -> dict[str, Any]:
+def device_trace(steps, rank=0):
     """Steps of 1000 us with a gap of 5 us after each; their work may run past their end. Each starts with a gemm."""
     events, correlation = [], 0
     for number, kernels in enumerate(steps):
@@ -54,7 +51,7 @@ gloo_spans = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 500), st.int
 cpu_steps = st.lists(st.tuples(operators, gloo_spans), min_size=3, max_size=4)
 
 
-def threads_trace(steps: list[Any]) -> dict[str, Any]:
+def threads_trace(steps):
     """Operators one after the other (gap, duration), with another one inside, and Gloo spans on two threads."""
     events = []
     for number, (ops, spans) in enumerate(steps):
@@ -69,7 +66,7 @@ def threads_trace(steps: list[Any]) -> dict[str, Any]:
     return {"distributedInfo": {"rank": 0, "world_size": 1, "backend": "gloo"}, "traceEvents": events}
 
 
-def figures_of(trace: dict[str, Any]) -> tuple[RankTimeline, "pd.Series[float]"]:
+def figures_of(trace):
     """Ours, and those of HTA through `analysis`. Of a device trace, HTA must say the same when it reads the file."""
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "rank_0.json", trace)
@@ -85,7 +82,7 @@ def figures_of(trace: dict[str, Any]) -> tuple[RankTimeline, "pd.Series[float]"]
         return timeline, theirs
 
 
-def require_agreement(trace: dict[str, Any]) -> None:
+def require_agreement(trace):
     timeline, theirs = figures_of(trace)
     spans = raw.lanes(trace)
     everything = [pair for each in spans.values() for pair in each]

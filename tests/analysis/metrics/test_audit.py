@@ -4,22 +4,19 @@ Faults in real strategies: `test_real_runs.py`.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import pandas as pd
 
 from ddp_lab.analysis.metrics.audit import audit
-from ddp_lab.analysis.traces.timeline import RankTimeline
 from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, record_of_eight_steps, timeline_of
 
 
-def timelines(make: Callable[..., dict[str, Any]] = cpu_trace) -> list[RankTimeline]:
+def timelines(make=cpu_trace):
     return [timeline_of(make(rank), rank) for rank in range(2)]
 
 
-def results(table: pd.DataFrame) -> dict[tuple[str, int | None], str]:
+def results(table):
     ranks = [None if pd.isna(rank) else int(rank) for rank in table["rank"]]
     return dict(zip(zip(table["subject"], ranks, strict=True), table["result"], strict=True))
 

@@ -4,7 +4,6 @@ Against an independent reading of raw traces: `test_against_hta.py` and `test_re
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,13 +22,13 @@ PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_m
 
 
 def timeline(
-    rank: int,
-    steps: list[Any],
-    compute: list[Any],
-    calls: list[Any],
-    copies: list[Any] | None = None,
-    world_size: int = 2,
-) -> RankTimeline:
+    rank,
+    steps,
+    compute,
+    calls,
+    copies=None,
+    world_size=2,
+):
     """Made of pairs of times in us; `calls` are (kind, bytes, start, end), issued in this order.
 
     A call may have two members more: the name of its group, and the group's size."""

@@ -1,7 +1,5 @@
 """The bubble of a pipeline, and who waits for whom, worked out by hand. Real pipelines: tests/pipeline_parallel."""
 
-from typing import Any
-
 import pandas as pd
 import pytest
 
@@ -18,7 +16,7 @@ AHEAD = 1000.0
 MESH = {"pp": 2}
 
 
-def trace(rank: int, kind: str) -> dict[str, Any]:
+def trace(rank, kind):
     """On a device, the host goes through a pass in 9 us, and all waiting is that of a kernel."""
     zero = AHEAD * rank
     events = [event("user_annotation", "ProfilerStep#5", zero, 900)]

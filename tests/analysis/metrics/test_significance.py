@@ -42,7 +42,7 @@ def test_the_interval_misses_in_at_most_5_percent_of_all_signs(count):
     assert (sums <= outside).mean() <= 0.025 < (sums <= outside + 1).mean()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.lists(st.floats(-5, 5), min_size=6, max_size=12, unique=True), st.floats(-5, 5))
 def test_interval_and_p_value_say_the_same(means, shift):
     """The interval holds the shifts that the test does not reject."""
@@ -72,6 +72,6 @@ def test_what_no_data_could_show_is_unknown():
 
 def test_ratios_are_paired_by_step():
     """Every step is a tenth slower, though each run's own steps vary tenfold, and each misses one."""
-    steps = pd.Series(np.geomspace(10, 100, 40), index=range(1, 41))
+    steps = pd.Series(np.geomspace(10, 100, 30), index=range(1, 31))
     found = paired_ratio(steps.drop(3), 1.1 * steps.drop(7)[::-1])
-    assert found.pairs == 38 and found[:3] == pytest.approx((1.1, 1.1, 1.1)) and found.p_value < 0.01
+    assert found.pairs == 28 and found[:3] == pytest.approx((1.1, 1.1, 1.1)) and found.p_value < 0.01

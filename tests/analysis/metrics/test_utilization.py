@@ -1,14 +1,12 @@
 """Model FLOPs utilization by hand, and which devices have a peak."""
 
-from typing import Any
-
 import pytest
 
 from ddp_lab.analysis.metrics.utilization import mfu, peak_of
 from tests.traces import record
 
 
-def run_on(device: str, achieved: float | None, **config: Any) -> dict[str, Any]:
+def run_on(device, achieved, **config):
     told = record("x", 1.0) | {"device_name": device, "model_flops_per_second": achieved}
     return told | {"config": {**told["config"], **config}}
 

@@ -2,15 +2,13 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 from unittest import mock
 
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
 from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.comparison.traced import keep
@@ -23,7 +21,6 @@ from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.report.pages.summary import lanes_section, write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import Window, find_windows
-from ddp_lab.analysis.traces.timeline import RankTimeline
 from tests.traces import cpu_trace, event, memory_of, record, timeline_of, write, write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -34,7 +31,7 @@ RUN_ID = "20261121-093000-0001"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield browser
@@ -48,12 +45,12 @@ expect.set_options(timeout=LONGEST_WAIT_MS)
 
 
 @pytest.fixture(scope="module")
-def browser_pages(browser: Browser) -> Iterator[tuple[Opener, list[str]]]:
+def browser_pages(browser):
     """Opens each page once, and collects what it complains of and what it asks the network for."""
-    complaints: list[str] = []
-    pages: dict[str, Page] = {}
+    complaints = []
+    pages = {}
 
-    def opened(path: Path, **options: Any) -> Page:
+    def opened(path, **options):
         key = f"{path} {options}"
         if key not in pages:
             page = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}).new_page()
@@ -73,7 +70,7 @@ def browser_pages(browser: Browser) -> Iterator[tuple[Opener, list[str]]]:
 
 
 @pytest.fixture
-def open_page(browser_pages: tuple[Opener, list[str]]) -> Iterator[Opener]:
+def open_page(browser_pages):
     """`open_page(path, **options of a browser context)`; the test fails if a page complains or asks the network."""
     opened, complaints = browser_pages
     yield opened
@@ -81,11 +78,11 @@ def open_page(browser_pages: tuple[Opener, list[str]]) -> Iterator[Opener]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Reports on a hand-made run of two ranks, with a kernel of a hostile name, and a comparison."""
     folder = tmp_path_factory.mktemp("pages")
 
-    def make(rank: int) -> dict[str, Any]:
+    def make(rank):
         trace = cpu_trace(rank)
         trace["traceEvents"] += [
             event("cpu_op", HOSTILE * 10_000, 1450.0, 30),
@@ -110,7 +107,7 @@ COLUMNS = {"name": Column("name", "", "who"), "size": Column("size", "MiB", "how
 
 
 @pytest.fixture(scope="module")
-def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_page(tmp_path_factory):
     """A page of the parts alone, as any author makes it."""
     figure = go.Figure(go.Bar(x=[1, 2], y=[3, 4], name=HOSTILE, hovertemplate=HOSTILE))
     sections = [
@@ -122,7 +119,7 @@ def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def order(page: Page, of_table: str, column: str) -> list[str]:
+def order(page, of_table, column):
     cells = page.locator(f"#{of_table} tbody td[data-column='{column}']")
     return [cell.get_attribute("data-value") or "" for cell in cells.all()]
 
@@ -214,11 +211,11 @@ def test_an_outlier_flattens_no_figure():
         assert [(mark.y, mark.text) for mark in figure.layout.annotations] == [("choice_0", f"▸ {says}")]
 
 
-RANKS = 18
+RANKS = 17
 
 
 def test_many_ranks_are_three_ranks_and_their_spread(tmp_path):
-    """18 ranks: the later a rank, the longer its second operator and the later it arrives; rank 17 is the slowest."""
+    """17 ranks: the later a rank, the longer its second operator and the later it arrives; rank 16 is the slowest."""
     files = {}
     for rank in range(RANKS):
         trace = cpu_trace(rank, RANKS)
@@ -238,18 +235,18 @@ def test_many_ranks_are_three_ranks_and_their_spread(tmp_path):
     page = write_summary(analysis, "x", tmp_path / "reports")
     text = page.read_text()
     assert len(text) < LARGEST_PAGE and len(pd.read_csv(page.with_suffix(".csv"))) == RANKS
-    assert "rank 0 (fastest), rank 9 (median), rank 17 (slowest)" in text
+    assert "rank 0 (fastest), rank 8 (median), rank 16 (slowest)" in text
     heat = ranks_figure(analysis.exposure.steps, {"step_ms": "step time", "exposed_wait_ms": "exposed waiting"})
     assert [len(panel.z) for panel in heat.data] == [RANKS, RANKS]
     assert [row[0] for row in heat.data[1].z] == pytest.approx([(RANKS - 1 - rank) / 1000 for rank in range(RANKS)])
 
 
 def test_many_kernels_stay_light(tmp_path):
-    """20,000 kernels a step, with gaps that must be bridged in steps, and 5,000 collectives, each on its own stream."""
+    """4,000 kernels a step, with gaps that must be bridged in steps, and 1,000 collectives, each on its own stream."""
 
-    def timeline(rank: int) -> RankTimeline:
-        events = [event("user_annotation", "ProfilerStep#5", 0.0, 2e6)]
-        for index in range(20_000):
+    def timeline(rank):
+        events = [event("user_annotation", "ProfilerStep#5", 0.0, 4e5)]
+        for index in range(4_000):
             name, stream = ("ncclDevKernel_AllReduce", 100 + index) if index % 4 == 0 else ("gemm" + "<float>" * 900, 7)
             more = {"stream": stream, "correlation": index + 1}
             events.append(event("cuda_runtime", "cudaLaunchKernel", index * 100.0, 1, correlation=index + 1))
@@ -261,7 +258,7 @@ def test_many_kernels_stay_light(tmp_path):
     timelines = [timeline(0), timeline(1)]
     section = lanes_section(timelines, 5, None)
     assert len(render("many kernels", [], [section])) < LARGEST_PAGE - 500_000, "room for the other sections"
-    assert "of 40,000 kernels of the step" in section.text
+    assert "of 8,000 kernels of the step" in section.text
     figure = lanes_figure(timelines, 5)
     assert 1200 < sum(len(bars.y) for bars in figure.data) <= 4000 + 2400
     assert len(figure.layout.yaxis.categoryarray) == 2 * (1 + 1 + 4), "compute, its kernels, and four of the streams"

@@ -4,7 +4,6 @@ import csv
 import gzip
 import json
 import re
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ READS = "reading traces of x\n"
 NAME = "20260101-000000-abcd.step7.pt.trace.json.gz"
 
 
-def steps_at(*times: tuple[int, float, float]) -> list[dict[str, Any]]:
+def steps_at(*times):
     """Steps as (number, start, duration), each with an operator in its first microsecond."""
     return [
         part
@@ -32,7 +31,7 @@ def steps_at(*times: tuple[int, float, float]) -> list[dict[str, Any]]:
     ]
 
 
-def deep(levels: int = 100_000) -> bytes:
+def deep(levels=100_000):
     return b'{"traceEvents": [{"ph": "X", "args": ' + b'{"a": ' * levels + b"1" + b"}" * levels + b"}]}"
 
 
@@ -60,7 +59,7 @@ UNUSABLE = {
 }
 
 
-def content(what: Any) -> bytes:
+def content(what):
     return what if isinstance(what, bytes) else json.dumps({"traceEvents": what}).encode()
 
 
@@ -141,10 +140,10 @@ def test_a_file_in_the_folder_of_another_rank(tmp_path):
 
 # Hostile -------------------------------------------------------------------------------------------------------------
 
-HOSTILE = ["<script>alert(1)</script>", "'\"><img src=x onerror=alert(1)>", "=cmd|'/c calc'!A1", "a\x00\x1b[31mb\u202e"]
+HOSTILE = ["=cmd|'/c calc'!A1", "<script>alert(1)</script>", "'\"><img src=x onerror=alert(1)>", "a\x00\x1b[31mb\u202e"]
 
 
-@each_row("name", ["".join(HOSTILE), HOSTILE[2], "x" * 2**20])
+@each_row("name", ["".join(HOSTILE), "x" * 2**20])
 def test_hostile_names_are_text(tmp_path, name):
     """On the page, and in tables, where no field is a formula."""
     for rank in range(2):

@@ -18,12 +18,12 @@ where each folder below FOLDER has the traces of one window, a file a rank.
 import gzip
 import json
 import os
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ddp_lab.analysis.summary import WindowAnalysis, analyse_window
+from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import group_by_window
 from tests import raw
 from tests.tables import each_row
@@ -38,18 +38,19 @@ CLOCKS_MS = 0.021
 """Two ranks on one host have one clock, but their profilers' differ by up to this."""
 
 
-def read(path: Path) -> dict[str, Any]:
+@cache
+def read(path):
     data = path.read_bytes()
-    found: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data, strict=False)
-    return found
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data, strict=False)
 
 
-def analysed(folder: Path) -> WindowAnalysis:
+@cache
+def analysed(folder):
     (window,) = group_by_window(sorted(path for path in folder.iterdir() if ".json" in path.name), "x")
     return analyse_window(window)
 
 
-def nccl_kernels(trace: dict[str, Any]) -> list[dict[str, Any]]:
+def nccl_kernels(trace):
     """NCCL's kernels that the one analysed step launched, in order of launch."""
     launched, (step,) = raw.launches(trace), raw.step_events(trace)
     begin, end = raw.span(step)
@@ -58,7 +59,7 @@ def nccl_kernels(trace: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(own, key=lambda event: launched[event["args"]["correlation"]])
 
 
-def kind_and_bytes(args: dict[str, Any]) -> tuple[str, int]:
+def kind_and_bytes(args):
     name, elements = args["Collective name"], max(args["In msg nelems"], args["Out msg nelems"])
     return KINDS.get(name, name), elements * ITEM_BYTES[args["dtype"]]
 
@@ -97,7 +98,7 @@ def test_collectives_of_two_ranks(choice, calls):
     kernels = [nccl_kernels(trace) for trace in traces]
     told = [[(*kind_and_bytes(kernel["args"]), kernel["args"]["stream"]) for kernel in each] for each in kernels]
     assert told[0] == told[1]
-    found: dict[tuple[str, int], tuple[int, int]] = {}
+    found = {}
     for kind, size, stream in told[0]:
         count, before = found.get((kind, stream), (0, 0))
         found[kind, stream] = (count + 1, before + size)

@@ -3,10 +3,7 @@
 The events are made up; their form is that of real traces: kernel names, arguments, what lies around what.
 """
 
-from typing import Any
-
 import numpy as np
-import pandas as pd
 import pytest
 
 from ddp_lab.analysis.traces.collectives import KINDS
@@ -18,12 +15,12 @@ TOLD = {"Collective name": "allreduce", "In msg nelems": 10, "Out msg nelems": 1
 SEND_RECV = "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)"
 
 
-def collectives(*events: dict[str, Any], groups: list[dict[str, Any]] | None = None) -> pd.DataFrame:
+def collectives(*events, groups=None):
     table = parsed(*events).events
     return device_collectives(table[table["cat"] == "kernel"], table, {"pg_config": groups}, world_size=8)
 
 
-def kernel(at: float, name: str = "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", **args: Any) -> list[Any]:
+def kernel(at, name="ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", **args):
     """A kernel of 10 us, launched at `at` by thread 1, and its launch."""
     return launched(name, at, at + 100, 10, 20, correlation=int(at), **args)
 
@@ -95,7 +92,7 @@ def test_payloads_of_what_one_rank_does_not_hold_whole():
     """ProcessGroupNCCL2 records what the rank gives and gets: of a scatter only the root has all; of messages that were
     issued together (`batch_op_issue`) what is sent and what is received."""
 
-    def bytes_of(name: str, sent: int, received: int, **args: Any) -> float:
+    def bytes_of(name, sent, received, **args):
         sizes = {"In msg nelems": sent, "Out msg nelems": received}
         return float(collectives(*kernel(5, **{**TOLD, "Collective name": name, **sizes, **args}))["bytes"].iloc[0])
 

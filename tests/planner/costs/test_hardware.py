@@ -15,11 +15,11 @@ from ddp_lab.planner.costs.timing import Operators
 ATTENTION, DENSE, HALF = torch.nn.functional.scaled_dot_product_attention, torch.contiguous_format, ("bfloat16",)
 
 
-def call(flops: int, bytes_moved: int, dtype: str = "float32") -> OperatorCall:
+def call(flops, bytes_moved, dtype="float32"):
     return OperatorCall("aten.mm.default", ((2, 2), (2, 2)), (dtype, dtype), flops, bytes_moved)
 
 
-def step_calls() -> list[OperatorCall]:
+def step_calls():
     model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(2, 4, dtype=torch.int64)

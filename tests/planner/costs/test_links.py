@@ -15,11 +15,11 @@ P = 12 * 2**20
 GLOO = BASE_S["gloo"]
 
 
-def gloo_nodes(nodes: int, ranks_per_node: int = 1) -> Cluster:
+def gloo_nodes(nodes, ranks_per_node=1):
     return Cluster(hardware.device("cpu"), nodes, ranks_per_node, FAST, SLOW, "gloo")
 
 
-def both(cluster: Cluster, kind: str, ranks: int | tuple[int, ...]) -> tuple[float, float, float]:
+def both(cluster, kind, ranks):
     group = tuple(range(ranks)) if isinstance(ranks, int) else ranks
     cost = LinkCosts(cluster).cost(kind, P, group)
     return cost.latency_s, cost.transfer_s, cost.share

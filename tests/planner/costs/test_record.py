@@ -4,11 +4,9 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import hardware, record
@@ -21,27 +19,27 @@ CPU = torch.device("cpu")
 WIDTH = 96
 
 
-def batch(samples: int) -> dict[str, Tensor]:
+def batch(samples):
     return {"inputs": torch.ones(samples, WIDTH), "targets": torch.zeros(samples, WIDTH)}
 
 
-def step_of(samples: int = 16, micro_batches: int = 1) -> TrainingStep:
+def step_of(samples=16, micro_batches=1):
     module = MLP(3, WIDTH)
     return TrainingStep(module, [batch(samples)] * micro_batches, torch.optim.AdamW(module.parameters(), fused=True))
 
 
 @pytest.fixture(scope="module")
-def content() -> dict[str, Any]:
+def content():
     return json.loads(json.dumps(measure([step_of(), step_of(64, micro_batches=2)], CPU, repeats=2, about="mlp")))
 
 
-def costs(content: dict[str, Any], **changes: Any) -> RecordedCosts:
+def costs(content, **changes):
     return record.operator_costs("r.json", {**content, **changes}, hardware.device("cpu"), "fp32")
 
 
 def test_a_record_holds_a_whole_step(content):
     """Forward, backward and the fused optimizer. Times add up to the step, and every field is documented."""
-    counted: Counter[str] = Counter()
+    counted = Counter()
     for entry in content["operators"]:
         if entry["step"] == 0:
             counted[entry["name"]] += entry["count"]
@@ -58,7 +56,7 @@ def test_a_record_holds_a_whole_step(content):
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
-def product(samples: int, name: str = "aten.mm.default", dtype: str = "float32") -> OperatorCall:
+def product(samples, name="aten.mm.default", dtype="float32"):
     flops, moved = 2 * samples * WIDTH**2, 4 * (2 * samples * WIDTH + WIDTH**2)
     return OperatorCall(name, ((samples, WIDTH), (WIDTH, WIDTH)), (dtype,) * 2, flops, moved)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_lab.planner.contracts import CollectiveCost
-from ddp_lab.planner.simulation.clock import Clock, Flight, Queue
+from ddp_lab.planner.simulation.clock import Clock, Queue
 from tests.tables import each_row
 
 seconds = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
@@ -16,11 +16,11 @@ costs = st.builds(CollectiveCost, seconds, seconds, links)
 CLOSE = 1e-9
 
 
-def cost(latency: float, transfer: float, link: str = "link") -> CollectiveCost:
+def cost(latency, transfer, link="link"):
     return CollectiveCost(latency, transfer, link)
 
 
-def wait_for_all(clock: Clock, flights: list[Flight]) -> None:
+def wait_for_all(clock, flights):
     for flight in flights:
         clock.wait(flight)
 
@@ -84,7 +84,7 @@ def test_the_device_waits_for_a_host_that_is_behind():
     assert clock.now_s == pytest.approx(1375e-6 + 35e-6)
 
 
-def play(issued: list[tuple[float, CollectiveCost, int]], contention: float = 1.0) -> tuple[Clock, list[Flight]]:
+def play(issued, contention=1.0):
     """Compute before each collective, which is issued in the queue of that number; wait for all."""
     clock, queues = Clock(contention), [Queue(1), Queue(2)]
     flights = []

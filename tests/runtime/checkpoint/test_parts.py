@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts, fits
 from ddp_lab.strategy.model_parallel import Cut
@@ -22,7 +20,7 @@ BLOCKS = Cut(0, 12, (((0, 5),),) * 2 + (((5, 12),),) * 2, Cut(1, 5, (((0, 2),), 
 """As experts, each of which is cut too."""
 
 
-def own_parts(cut: Cut | None, rank: int) -> OwnParts:
+def own_parts(cut, rank):
     module = torch.nn.Module()
     whole = torch.zeros(SHAPE)
     module.weight = torch.nn.Parameter(cut.part(whole, rank) if cut else whole)
@@ -30,15 +28,15 @@ def own_parts(cut: Cut | None, rank: int) -> OwnParts:
     if cut:
         place = {"rank_in": lambda cut: rank, "tensor_rank": rank, "is_owner": lambda name: cut.is_owner(rank)}
         parallel = SimpleNamespace(cuts={"weight": cut}, **place)
-    strategy: Any = SimpleNamespace(module=module, model_parallel=parallel)
+    strategy = SimpleNamespace(module=module, model_parallel=parallel)
     return OwnParts(strategy)
 
 
 class Files:
     """What `cut` stores of a tensor, each part in one range. Notes what is read."""
 
-    def __init__(self, whole: Tensor, cut: Cut | None) -> None:
-        self.read_keys: list[str] = []
+    def __init__(self, whole, cut):
+        self.read_keys = []
         self._stored = {}
         for rank in range(len(cut.ranges)) if cut else (0,):
             own = own_parts(cut, rank)
@@ -46,7 +44,7 @@ class Files:
                 part = cut.part(whole, rank) if cut else whole
                 self._stored[f"parameter/{own.key('weight')}"] = part.reshape(-1)
 
-    def read(self, key: str, start: int, end: int) -> Tensor:
+    def read(self, key, start, end):
         self.read_keys.append(f"{key} {start}-{end}")
         return self._stored[key][start:end]
 
@@ -61,7 +59,7 @@ def test_any_part_is_put_together_from_any_others(stored, wanted, data):
     part = (wanted.part(whole, rank) if wanted else whole).reshape(-1)
     start = data.draw(st.integers(0, len(part)))
     end = data.draw(st.integers(start, len(part)))
-    files: Any = Files(whole, stored)
+    files = Files(whole, stored)
     reader = StoredParts(files, {"weight": stored} if stored else {}, own_parts(wanted, rank))
     found = reader.read("parameter", "weight", start, end)
     assert torch.equal(found, part[start:end])

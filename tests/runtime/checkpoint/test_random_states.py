@@ -8,7 +8,7 @@ import torch
 from ddp_lab.runtime.checkpoint.random_states import random_states, restore_random_states
 
 
-def draw() -> tuple[float, ...]:
+def draw():
     """From torch, Python and NumPy; of normal numbers, each generator keeps one for later."""
     return torch.randn(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
 

@@ -1,7 +1,6 @@
 """When links deliver, against schedules worked out by hand. A second carries 1000 bytes; latencies are given."""
 
 import itertools
-from collections.abc import Sequence
 from unittest import mock
 
 from hypothesis import given
@@ -18,19 +17,19 @@ BITS = 8000
 class Links:
     """A ledger whose clock the test sets."""
 
-    def __init__(self, size: int, latency_s: float = 0.0, nodes: Nodes | None = None) -> None:
+    def __init__(self, size, latency_s=0.0, nodes=None):
         path = ledger.make_file(size)
         self.ledger, self.size = Ledger(path, size, Link(BITS, latency_s), nodes), size
         path.unlink()
         self._numbers = itertools.count(1)
         self.group = self.ledger.group("default")
 
-    def issue(self, number: int, at: Sequence[float]) -> None:
+    def issue(self, number, at):
         for rank, moment in enumerate(at):
             with mock.patch.object(ledger, "monotonic", lambda moment=moment: moment):
                 self.ledger.issue(self.group, number, rank)
 
-    def ends(self, number: int, messages: schedule.Schedule, asked: Sequence[int] | None = None) -> list[float]:
+    def ends(self, number, messages, asked=None):
         """By rank; `asked`: in which order the ranks ask."""
         order, members = asked or range(self.size), tuple(range(self.size))
         found = {rank: self.ledger.delivery(self.group, number, rank, members, messages) for rank in order}

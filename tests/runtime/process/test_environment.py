@@ -20,7 +20,7 @@ of_linux = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies a
 def test_others_are_left_alone(monkeypatch, tmp_path, gpu):
     monkeypatch.delenv(environment.KINETO, raising=False)
     monkeypatch.setattr(environment, "OF_GPUS", [tmp_path] if gpu else [])
-    asked: list[int] = []
+    asked = []
     monkeypatch.setattr(os, "sched_setscheduler", lambda _, policy, __: asked.append(policy))
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
     prepare_process()

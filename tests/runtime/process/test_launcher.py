@@ -25,7 +25,7 @@ MPIRUN = {
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
 
 
-def adopted(environ: dict[str, str]) -> dict[str, str]:
+def adopted(environ):
     """What is added to the variables."""
     after = dict(environ)
     adopt_launcher(after)

@@ -6,7 +6,6 @@ import os
 import pickle
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,14 +36,14 @@ FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "jobl
 NOT_OURS = {"tests", ".venv"}
 
 
-def sources() -> list[Path]:
+def sources():
     """All Python files of the project but its tests, whatever folders are added."""
     folders = [path for path in ROOT.iterdir() if (path / "__init__.py").exists() and path.name not in NOT_OURS]
     found = [path for folder in [*folders, ROOT / "scripts"] for path in folder.rglob("*.py")]
     return [*found, *ROOT.glob("*.py")]
 
 
-def call_name(call: ast.Call) -> tuple[str, ...]:
+def call_name(call):
     if isinstance(call.func, ast.Name):
         return (call.func.id,)
     if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
@@ -63,7 +62,7 @@ def test_no_source_runs_what_it_reads():
             assert problem is None, f"{path}:{node.lineno}: {problem}"  # type: ignore[attr-defined]
 
 
-def problem_in(node: ast.AST) -> str | None:
+def problem_in(node):
     """Why a line would run what it reads, if it would."""
     if isinstance(node, ast.Call):
         if call_name(node) in FORBIDDEN:
@@ -77,7 +76,7 @@ def problem_in(node: ast.AST) -> str | None:
     return f"imports {found[0]}" if found else None
 
 
-def is_false(node: ast.expr) -> bool:
+def is_false(node):
     return isinstance(node, ast.Constant) and node.value is False
 
 
@@ -98,7 +97,7 @@ def test_the_search_finds_what_it_looks_for(line):
 
 
 class Planted:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (os.mkdir, (os.environ["PLANTED"],))
 
 

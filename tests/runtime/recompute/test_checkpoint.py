@@ -2,7 +2,6 @@
 
 from collections import Counter
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +18,13 @@ from tests.tables import each_row
 SETTINGS = ("block", "every:2", "selective", "op", "torch:block")
 
 
-def checkpointed(model: str, setting: str) -> nn.Module:
+def checkpointed(model, setting):
     module = build(model).train()
     checkpoint_activations(module, setting)
     return module
 
 
-def gradients(module: nn.Module, model: str) -> tuple[dict[str, Tensor], Counter[str], Tensor]:
+def gradients(module, model):
     """Of one step, how often each parameter got one, and the next random number."""
     got = Counter[str]()
     for name, parameter in module.named_parameters():
@@ -55,7 +54,7 @@ def test_each_parameter_gets_the_same_gradient_once(setting, model):
 def test_blocks_run_again_and_nothing_else_does(setting, times):
     module, ran = checkpointed("awkward", setting), 0
 
-    def count(*_: Any) -> None:
+    def count(*_):
         nonlocal ran
         ran += 1
 
@@ -91,18 +90,18 @@ def test_op_computes_every_second_product_again():
 class Wide(nn.Module):
     """Eight blocks of seven operators, whose activations are much larger than their parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         parts = [nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Tanh()]
         self.blocks = nn.ModuleList(nn.Sequential(*deepcopy(parts)) for _ in range(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
 
 
-def peak(setting: str, rows: int = 20_000) -> float:
+def peak(setting, rows=20_000):
     """Of a step's allocations, in tensors of `rows` x 8."""
     module = Wide()
     checkpoint_activations(module, setting)
@@ -129,12 +128,12 @@ def test_the_peak_of_activations_falls():
 class Reader(nn.Module):
     """Its block reads a weight of another module, or changes its input."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.other = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(ReaderBlock([self.other], how) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.other(x)
         for block in self.blocks:
             x = block(x)
@@ -142,11 +141,11 @@ class Reader(nn.Module):
 
 
 class ReaderBlock(nn.Module):
-    def __init__(self, others: list[nn.Module], how: str) -> None:
+    def __init__(self, others, how):
         super().__init__()
         self.own, self.others, self.how = nn.Linear(4, 4), others, how
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.how == "in place":
             x *= 2
             return self.own(x)

@@ -8,7 +8,7 @@ from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.records.flops import model_flops
 
 
-def tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
+def tokens(samples, length):
     return {name: torch.zeros(samples, length, dtype=torch.long) for name in ("input_ids", "labels")}
 
 
@@ -30,7 +30,7 @@ def test_a_decoder_is_as_the_paper_counts_it():
 
 def test_counting_changes_no_buffer_and_no_random_number():
     class Normed(MLP):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(1, 8)
             self.layers = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), *self.layers)
 

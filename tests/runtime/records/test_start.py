@@ -15,7 +15,7 @@ def test_the_start_by_phase(monkeypatch, resumes_at):
     monkeypatch.setattr(phases.time, "monotonic", lambda: now[0])
     phases.record_phases_in(None)
 
-    def spend(seconds: float) -> None:
+    def spend(seconds):
         now[0] += seconds
 
     spend(2)
@@ -57,7 +57,7 @@ def test_long_phases_are_said_but_no_steps_after_the_first(monkeypatch, capsys):
 
 
 def test_a_save_is_no_part_of_the_step_around_it():
-    entered: list[tuple[int, str]] = []
+    entered = []
     phases.record_phases_in(SimpleNamespace(set_phase=lambda *phase: entered.append(phase)))
     phases.begin_step(3)
     with phases.during("saving a checkpoint"):
