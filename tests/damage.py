@@ -2,22 +2,19 @@
 
 import gzip
 import json
-import random
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from hypothesis import strategies as st
 
 DAMAGE = st.randoms(use_true_random=False)
 """What `damaged` draws from."""
-ODD: tuple[Any, ...] = (None, True, -1, 0, 1.5, 2**70, 1e300, 1e-300, "", "x", "a\nb", [], [None], [[1]], {})
+ODD = (None, True, -1, 0, 1.5, 2**70, 1e300, 1e-300, "", "x", "a\nb", [], [None], [[1]], {})
 ODD += ([1], {"x": 1}, {"a": [-1]}, "<script>alert(1)</script>")
 IN_ALL = (0, 0.0, -1, None, 1e300, 1e-9)
 """Instead of every entry of a list."""
 GZIP = b"\x1f\x8b"
 
 
-def damaged(whole: bytes, chance: random.Random) -> bytes:
+def damaged(whole, chance):
     """The content of a file, packed or not, with damage to its bytes; or, if it is JSON, to a field."""
     if chance.random() < 0.3:
         return damaged_bytes(whole, chance)
@@ -32,7 +29,7 @@ def damaged(whole: bytes, chance: random.Random) -> bytes:
     return gzip.compress(content, 1) if whole.startswith(GZIP) else content
 
 
-def damaged_bytes(whole: bytes, chance: random.Random) -> bytes:
+def damaged_bytes(whole, chance):
     at = chance.randrange(len(whole))
     end = min(len(whole), at + chance.choice((1, 1, 40, 10_000)))
     how = chance.choice(("cut", "bit", "filled", "lost", "twice", "other"))
@@ -48,25 +45,25 @@ def damaged_bytes(whole: bytes, chance: random.Random) -> bytes:
     return whole[:at] + part[how] + whole[end:]
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places(value, path=()):
     """The ways to all that is within JSON."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [way for key, one in inner for way in ((*path, key), *places(one, (*path, key)))]
 
 
 def damage_field(
-    content: Any,
-    chance: random.Random,
-    hows: Sequence[str] = ("gone", "renamed", "in all", "of each", "odd", "odd"),
-    odd: Callable[[Any], Sequence[Any]] = lambda value: ODD,
-) -> str:
+    content,
+    chance,
+    hows=("gone", "renamed", "in all", "of each", "odd", "odd"),
+    odd=lambda value: ODD,
+):
     """Damage one value within JSON, each field as often as those with many entries. What was done, and where.
 
     Args:
         hows: Ways to do it, of these. A list of which something is renamed has it twice.
         odd: Values in place of one.
     """
-    by_field: dict[Any, list[tuple[Any, ...]]] = {}
+    by_field = {}
     for path in places(content):
         by_field.setdefault((len(path), *(key for key in path if isinstance(key, str))), []).append(path)
     if not by_field:
@@ -91,7 +88,7 @@ def damage_field(
     return f"{how} {path}"
 
 
-def at(content: Any, path: tuple[Any, ...]) -> Any:
+def at(content, path):
     for key in path:
         content = content[key]
     return content
@@ -101,7 +98,7 @@ SAME_SIZE = {"F32": "I32", "I32": "F32", "I64": "F64", "U8": "I8"}
 OF_ANOTHER_KIND = ("gone", "renamed", "odd", "odd")
 
 
-def another(value: Any) -> list[Any]:
+def another(value):
     """Of another kind: that a number is another number, only a checksum can show. A time may be unknown."""
     if value in (*SAME_SIZE,):
         return [SAME_SIZE[value]]
@@ -110,7 +107,7 @@ def another(value: Any) -> list[Any]:
     return [odd for odd in ("x", 1, None, True, [1], {"x": 1}) if type(odd) not in kinds]
 
 
-def damaged_tensors(whole: bytes, chance: random.Random) -> tuple[bytes, str]:
+def damaged_tensors(whole, chance):
     """A safetensors file with damage to its header, or cut; and what was done."""
     length = 8 + int.from_bytes(whole[:8], "little")
     header, data = json.loads(whole[8:length]), whole[length:]

@@ -5,13 +5,12 @@ import io
 import subprocess
 import sys
 from inspect import signature
-from types import ModuleType
 from unittest import mock
 
 from ddp_lab.commands import compare
 
 
-def run_in_process(script: ModuleType, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
+def run_in_process(script, *arguments, stdin=b""):
     """What a command's `main` prints, and its exit code. It takes the command line, or reads `sys.argv`."""
     out, error = io.StringIO(), io.StringIO()
     with (
@@ -27,5 +26,5 @@ def run_in_process(script: ModuleType, *arguments: str, stdin: bytes = b"") -> s
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), error.getvalue())
 
 
-def compare_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
+def compare_runs(*arguments):
     return run_in_process(compare, *arguments)

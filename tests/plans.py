@@ -13,7 +13,7 @@ from ddp_lab.runtime.config import RunConfig
 GIB = 2**30
 
 
-def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
+def simulation(step_ms, exposed_ms, peak_gib):
     """A step that computes, and waits for a collective that began half-way."""
     step, exposed = step_ms / 1e3, exposed_ms / 1e3
     half, busy = (step - exposed) / 2, step - exposed
@@ -26,7 +26,7 @@ def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
 COSTS = Costs(mock.Mock(), mock.Mock(), 1.0, compute_error=0.2, sources=("from nowhere.",))
 
 
-def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, tokens: float | None = None) -> Case:
+def case(gpus="2xL4", batch=8, price=None, tokens=None):
     between = "ndr" if gpus.count("x") > 1 else None
     cluster = hardware.cluster(gpus, "pcie4", between)
     config = RunConfig(global_batch_size=batch)
@@ -34,7 +34,7 @@ def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, tokens:
     return Case(models.find("SmolLM2-135M"), cluster, config, 128, COSTS, known, tokens)
 
 
-def made(price: float | None = None, tokens: float | None = None, **simulated: Simulated | None) -> Plan:
+def made(price=None, tokens=None, **simulated):
     reason = "this one needs data"
     of = case(price=price, tokens=tokens)
     return Plan([of], [Outcome(of, name, found, "" if found else reason) for name, found in simulated.items()])

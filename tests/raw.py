@@ -6,22 +6,21 @@ copies that is under way in it.
 
 from bisect import bisect_right
 from itertools import pairwise
-from typing import Any
 
 Spans = list[tuple[float, float]]
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 NO_COMPUTE = ("c10d", "_c10d", "autograd", "profiler", "record_")
 
 
-def complete(trace: dict[str, Any]) -> list[dict[str, Any]]:
+def complete(trace):
     return sorted((event for event in trace["traceEvents"] if event.get("ph") == "X"), key=lambda event: event["ts"])
 
 
-def span(event: dict[str, Any]) -> tuple[float, float]:
+def span(event):
     return event["ts"], event["ts"] + event["dur"]
 
 
-def step_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
+def step_events(trace):
     """The analysed `ProfilerStep`s: all but the last, if there are several."""
     found = [
         event
@@ -31,30 +30,30 @@ def step_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
     return found[:-1] or found
 
 
-def launches(trace: dict[str, Any]) -> dict[int, float]:
+def launches(trace):
     """When the host launched what, by correlation. One launch of a graph has many kernels."""
     of_host = (event for event in complete(trace) if str(event.get("cat")).endswith(("_runtime", "_driver")))
     return {event["args"]["correlation"]: event["ts"] for event in of_host if "correlation" in event.get("args", {})}
 
 
-def lane_of(event: dict[str, Any]) -> str:
+def lane_of(event):
     if event["cat"] != "kernel":
         return "copy"
     return "communication" if event["name"].lower().startswith(("nccl", "rccl", "msccl")) else "compute"
 
 
-def on_device(trace: dict[str, Any]) -> list[dict[str, Any]]:
+def on_device(trace):
     return [event for event in complete(trace) if event.get("cat") in DEVICE]
 
 
-def windows(trace: dict[str, Any]) -> Spans:
+def windows(trace):
     """Start and end of each analysed step: the host's; on a device, between the last kernels of two steps."""
     steps, launched = [span(step) for step in step_events(trace)], launches(trace)
     if not on_device(trace):
         return steps
     begin, end, own, found = steps[0][0], steps[-1][1], [], []
     ends = [start for start, _ in steps]
-    first_on_stream: dict[Any, float] = {}
+    first_on_stream = {}
     for event in on_device(trace):
         at = launched.get(event["args"]["correlation"])
         if at is not None and begin <= at <= end:
@@ -74,7 +73,7 @@ def windows(trace: dict[str, Any]) -> Spans:
     return found
 
 
-def lanes(trace: dict[str, Any], everything: bool = False) -> dict[str, Spans]:
+def lanes(trace, everything=False):
     """Spans of compute, communication and copies that were issued in the analysed steps.
 
     Args:
@@ -82,7 +81,7 @@ def lanes(trace: dict[str, Any], everything: bool = False) -> dict[str, Spans]:
     """
     events, steps = complete(trace), step_events(trace)
     begin, end = span(steps[0])[0], span(steps[-1])[1]
-    found: dict[str, Spans] = {"compute": [], "communication": [], "copy": []}
+    found = {"compute": [], "communication": [], "copy": []}
     if device := on_device(trace):
         launched = launches(trace)
         for event in device:
@@ -99,19 +98,19 @@ def lanes(trace: dict[str, Any], everything: bool = False) -> dict[str, Spans]:
     return found
 
 
-def is_gloo(event: dict[str, Any]) -> bool:
+def is_gloo(event):
     """Whether it is a collective on the host. Under NCCL too, hosts exchange counts that way."""
     return bool(event["name"].startswith("gloo:")) and event["cat"] == "user_annotation"
 
 
-def computes(name: str) -> bool:
+def computes(name):
     """Whether an operator does more than wrap others or issue communication."""
     space, _, rest = name.partition("::")
     is_wrapper = space.startswith(NO_COMPUTE) or rest.startswith(("distributed", "autograd"))
     return bool(rest) and space.isidentifier() and not is_wrapper
 
 
-def parts(spans: dict[str, Spans], begin: float, end: float) -> dict[str, float]:
+def parts(spans, begin, end):
     """Of the time from `begin` to `end`: us of compute, of each other lane without what stands before it, and idle."""
     starts = {lane: sorted(start for start, _ in each) for lane, each in spans.items()}
     ends = {lane: sorted(stop for _, stop in each) for lane, each in spans.items()}
@@ -123,7 +122,7 @@ def parts(spans: dict[str, Spans], begin: float, end: float) -> dict[str, float]
     return sums
 
 
-def total(spans: Spans) -> float:
+def total(spans):
     """us that any of `spans` covers."""
     if not spans:
         return 0.0

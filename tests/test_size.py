@@ -39,8 +39,3 @@ def test_tokens():
     allowed = tomllib.loads((ROOT / "tests" / "size.toml").read_text())
     too_large = {room: f"{size} tokens of {allowed[room]}" for room, size in sizes.items() if size > allowed[room]}
     assert not too_large
-
-
-def test_comments_docstrings_and_line_breaks_do_not_count():
-    source = '"""A page."""\n\n\ndef f(x):  # a comment\n    """A line."""\n    return (\n        x\n    )\n'
-    assert tokens_of(source) == 10

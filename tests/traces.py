@@ -3,21 +3,20 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ddp_lab.analysis.record import checked
-from ddp_lab.analysis.traces.reading import RankTrace, parse_trace
-from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
+from ddp_lab.analysis.traces.reading import parse_trace
+from ddp_lab.analysis.traces.timeline import build_timeline
 from ddp_lab.record_format import RECORD_VERSION
 
 
-def event(category: str, name: str, start: float, duration: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+def event(category, name, start, duration, tid=1, **args):
     return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": tid, "ts": start, "dur": duration, "args": args}
 
 
-def cpu_trace(rank: int = 0, world_size: int = 2) -> dict[str, Any]:
+def cpu_trace(rank=0, world_size=2):
     """Two steps of 1000 us and a third, which is left out. In each step, t being its start:
 
     compute        t+100 .. t+400 (an `aten::mm` with another operator inside) and t+500 .. t+700
@@ -47,9 +46,7 @@ def cpu_trace(rank: int = 0, world_size: int = 2) -> dict[str, Any]:
     return {"distributedInfo": {"rank": rank, "world_size": world_size, "backend": "gloo"}, "traceEvents": events}
 
 
-def cuda_trace(
-    rank: int = 0, comm_name: str = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", **args: Any
-) -> dict[str, Any]:
+def cuda_trace(rank=0, comm_name="ncclDevKernel_AllReduce_Sum_f32_RING_LL", **args):
     """The same times on a device: compute on stream 7, NCCL on stream 20, launched where a host would launch them."""
     events = []
     for number in range(3):
@@ -65,7 +62,7 @@ def cuda_trace(
     return {"distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}, "traceEvents": events}
 
 
-def launched(name: str, at: float, start: float, duration: float, stream: int = 7, **args: Any) -> list[dict[str, Any]]:
+def launched(name, at, start, duration, stream=7, **args):
     """A kernel (or a copy, by its name), and its launch by the host at `at`; both have the correlation in `args`."""
     category = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
     return [
@@ -74,7 +71,7 @@ def launched(name: str, at: float, start: float, duration: float, stream: int = 
     ]
 
 
-def ahead_trace(rank: int = 0) -> dict[str, Any]:
+def ahead_trace(rank=0):
     """Host and device, of which the host is ahead: it goes through a step in 100 us, the device in 1000.
 
     What was launched before the trace began runs on the device from 0 to 400. Then, t being 400, 1400, 2400:
@@ -103,16 +100,16 @@ def ahead_trace(rank: int = 0) -> dict[str, Any]:
     return {"distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}, "traceEvents": events}
 
 
-def parsed(*events: dict[str, Any], **info: Any) -> RankTrace:
+def parsed(*events, **info):
     """What is read of a trace of these events."""
     return parse_trace(json.dumps({"distributedInfo": info, "traceEvents": events}).encode(), Path("trace"))
 
 
-def timeline_of(trace: dict[str, Any], rank: int = 0, include_last_step: bool = False) -> RankTimeline:
+def timeline_of(trace, rank=0, include_last_step=False):
     return build_timeline(parse_trace(json.dumps(trace).encode(), Path("trace")), rank, include_last_step)
 
 
-def write(path: Path, trace: dict[str, Any]) -> Path:
+def write(path, trace):
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(trace)
     if path.suffix == ".gz":
@@ -122,14 +119,14 @@ def write(path: Path, trace: dict[str, Any]) -> Path:
     return path
 
 
-def write_run(folder: Path, make: Any = cpu_trace, run_id: str = "20261121-093000-0001") -> Path:
+def write_run(folder, make=cpu_trace, run_id="20261121-093000-0001"):
     """Traces of both ranks under this project's names; answers with the trace folder."""
     for rank in range(2):
         write(folder / f"rank_{rank}" / f"{run_id}.step7.pt.trace.json.gz", make(rank))
     return folder
 
 
-def record(choice: str, step: float) -> dict[str, Any]:
+def record(choice, step):
     """A run record as it is read; `step` is the time of a step in seconds. Its traffic is `cpu_trace`'s."""
     content = {
         "schema_version": RECORD_VERSION,
@@ -175,7 +172,7 @@ def record(choice: str, step: float) -> dict[str, Any]:
     return checked(content, "record")
 
 
-def record_of_eight_steps(choice: str, step: float) -> dict[str, Any]:
+def record_of_eight_steps(choice, step):
     """The same, of a run of eight steps with 8 samples each, but for the last; traces are of steps 5 and 6."""
     steps = {"train_samples": 60, "step_samples": [8] * 7 + [4], "train_loss": [2.0] * 7 + [1.0]}
     return {**record(choice, step), **steps}
@@ -185,17 +182,17 @@ RHYTHM = np.tile([1.0, 1.02, 0.98, 1.01], 11)[:41]
 """Of a machine, over the steps of a run: some are slower."""
 
 
-def timed(choice: str, seconds: float, jitter: float = 0.0, steps: int = 41) -> dict[str, Any]:
+def timed(choice, seconds, jitter=0.0, steps=41):
     """The record of a run whose steps but the first were timed; `jitter` makes every other batch slower or faster."""
     times = seconds * RHYTHM * (1 + jitter * np.tile([1, 1, 1, 1, -1, -1, -1, -1], 6)[:41])
     times *= 1 + 1e-8 * (seconds + jitter) * np.arange(41)  # so that no pairs are equal, with which a test takes 1 s
     return record_of_eight_steps(choice, seconds) | {"step_time_s": times[:steps].tolist()}
 
 
-def memory_of(rank: int, scale: float) -> dict[str, Any]:
+def memory_of(rank, scale):
     """A rank's row: `rank` 0 holds most."""
     sizes = {"parameters": 40, "gradients": 20, "optimizer_state": 80, "buffers": 4}
-    row: dict[str, Any] = {"rank": rank}
+    row = {"rank": rank}
     for component, held in sizes.items():
         row[f"{component}_bytes"] = int(scale * held * 2**20)
         row[f"peak_{component}_bytes"] = int(scale * (held + 8) * 2**20)

@@ -1,8 +1,6 @@
 """A machine with GPUs that only pretends."""
 
 import subprocess
-from collections.abc import Sequence
-from typing import Any
 
 from ddp_lab.gpu_check.parts import Machine
 
@@ -12,10 +10,10 @@ class Pretended(Machine):
 
     commands: list[list[str]]
 
-    def answer(self, log: str, command: Sequence[str]) -> str:
+    def answer(self, log, command):
         return ""
 
-    def run(self, log: str, command: Sequence[str], *_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, log, command, *_, **__):
         self.commands = [*getattr(self, "commands", []), list(command)]
         output = self.answer(log, command)
         (self.folder / f"{log}.txt").write_text(output)

@@ -72,13 +72,11 @@ def test_what_cannot_be_used_is_named(tmp_path):
     assert said == "row 3 of split test has label 'maybe' in column label; training data have 'no', 'yes'"
     for row, expected in (
         ({"text": None, "label": "no"}, "row 3 of split train has None in column text; every row needs a text"),
-        ({"text": " ", "label": "no"}, "row 3 of split train has an empty text in column text"),
         ({"text": "what", "label": None}, "row 3 of split train has label None"),
     ):
         assert expected in refusal([*good, row])
     for rows, expected in (
         (good[:1], "split train: column label has 'yes'; classification needs two labels or more"),
         ([{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}], "a label is a name or a whole number"),
-        ([{"text": "a", "label": [1, 2]}], "a label is a name or a whole number"),
     ):
         assert expected in refusal(rows)

@@ -170,15 +170,6 @@ def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep):
 
 
 @each_row(
-    ("ranks", "load", "cores", "is_said"),
-    [(2, 3.2, 2, True), (2, 0.4, 2, False), (2, 10, 64, False), (8, 40, 64, False), (32, 40, 64, True)],
-)
-def test_a_busy_machine_is_said_when_a_sweep_starts(ranks, load, cores, is_said):
-    said = script.load_line(ranks, load, cores)
-    assert said.startswith("warning: this machine is busy: ") == bool(said) == is_said and "\n" not in said
-
-
-@each_row(
     ("gpus", "flags", "link"),
     [
         (False, [], "2.5gbit"),

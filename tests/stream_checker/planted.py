@@ -1,6 +1,6 @@
 """Races planted by replacing one function each. All of them pass every test over Gloo that looks at results by luck."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,12 +44,12 @@ class Planted:
     more: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def there(self) -> Iterator[None]:
+    def there(self):
         with mock.patch.object(self.holder, self.name, self.function):
             yield
 
 
-def async_without_wait(self: AsyncDDP) -> None:
+def async_without_wait(self):
     HookDDP.finish_gradient_synchronization(self)
     self._in_flight.clear()
 
@@ -57,17 +57,17 @@ def async_without_wait(self: AsyncDDP) -> None:
 plain_reduce = AsyncDDP._reduce
 
 
-def zeroed_in_flight(self: AsyncDDP, gradient: Any) -> None:
+def zeroed_in_flight(self, gradient):
     plain_reduce(self, gradient)
     gradient.add_(0)
 
 
-def dropped_while_in_flight(self: FlatDDP) -> None:
+def dropped_while_in_flight(self):
     received = torch.empty(40)
     dist.all_gather_into_tensor(received, torch.ones(10), group=self.process_group, async_op=True)
 
 
-def update_before_wait(self: BucketDDP) -> None:
+def update_before_wait(self):
     for bucket in self._order.rest():
         self._start(bucket)
     for bucket in self.buckets:
@@ -75,12 +75,12 @@ def update_before_wait(self: BucketDDP) -> None:
         bucket.work.wait()
 
 
-def never_arrives(self: Arrivals, flats: Any) -> None:
+def never_arrives(self, flats):
     for flat in flats:
         self._pending.pop(flat, None)
 
 
-def shard_without_wait(self: GradientBucket) -> None:
+def shard_without_wait(self):
     self.in_flight = None
     for parameter in self.flat.parameters:
         parameter.grad = None
@@ -89,7 +89,7 @@ def shard_without_wait(self: GradientBucket) -> None:
 plain_reduction = ShardedGradientBucket.start_reduction
 
 
-def freed_before_wait(self: ShardedGradientBucket) -> None:
+def freed_before_wait(self):
     plain_reduction(self)
     free(self.full)
 
@@ -97,7 +97,7 @@ def freed_before_wait(self: ShardedGradientBucket) -> None:
 plain_wait_for_unshard = Unit.wait_for_unshard
 
 
-def used_before_it_arrived(self: Unit) -> None:
+def used_before_it_arrived(self):
     if isinstance(self, Embeddings):  # it counts the references to its tensors
         plain_wait_for_unshard(self)
     elif self._gathers is not None:
@@ -109,7 +109,7 @@ def used_before_it_arrived(self: Unit) -> None:
 plain_broadcast = replicated.broadcast_from_rank0
 
 
-def buffers_without_wait(tensors: Any, group: Any) -> None:
+def buffers_without_wait(tensors, group):
     if any(tensor.requires_grad for tensor in tensors):
         plain_broadcast(tensors, group)
         return
@@ -117,7 +117,7 @@ def buffers_without_wait(tensors: Any, group: Any) -> None:
         dist.broadcast(tensor, group=group, group_src=0, async_op=True)
 
 
-def used_on_its_way(self: Receipt) -> Any:
+def used_on_its_way(self):
     self._channel.post_until(self)
     return self.into
 
@@ -125,12 +125,12 @@ def used_on_its_way(self: Receipt) -> Any:
 plain_send = Channel.send
 
 
-def changed_on_its_way(self: Channel, key: Any, tensor: Any, name: Any = None) -> None:
+def changed_on_its_way(self, key, tensor, name=None):
     plain_send(self, key, tensor, name)
     tensor.mul_(1)
 
 
-STAGES: dict[str, Any] = {"model": "lm, long", "more": {"schedule": "interleaved"}}
+STAGES = {"model": "lm, long", "more": {"schedule": "interleaved"}}
 BUCKETS = {"bucket_cap_mb": 0.0005}
 PLANTED = [
     Planted("gradients are not waited for", "simple_ddp_async", AsyncDDP, "finish_gradient_synchronization",

@@ -5,17 +5,15 @@ Against an independent reading of raw traces: `test_against_hta.py` and `test_re
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
-from ddp_lab.analysis.metrics.exposure import bus_factor, exposure
+from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.report.figures.lanes import bounds
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.timeline import RankTimeline
-from tests.tables import each_row
 from tests.traces import ahead_trace, write_run
 
 PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
@@ -116,9 +114,3 @@ def test_a_call_that_was_not_recorded_pairs_none_of_its_step_wrongly():
         True,
     ]
     assert found.collectives.loc[found.collectives["step"] == 0, "wait_ms"].isna().all()
-
-
-@each_row(("kind", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0), ("scatter", 0.75)])
-def test_bus_factors_are_those_of_nccl_tests(kind, factor):
-    assert bus_factor(kind, 4) == factor
-    assert np.isnan(bus_factor("all_reduce", float("nan")))

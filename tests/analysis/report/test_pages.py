@@ -14,8 +14,7 @@ from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.report.figures import axis_end
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
-from ddp_lab.analysis.report.figures.memory import memory_figure
-from ddp_lab.analysis.report.figures.times import PARTS, parts_figure, ranks_figure
+from ddp_lab.analysis.report.figures.times import ranks_figure
 from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.report.pages.summary import lanes_section, write_summary
@@ -196,19 +195,9 @@ def test_hostile_names_are_text(folder, small_page, open_page):
 
 
 def test_an_outlier_flattens_no_figure():
-    """One of eight is 20 times as long, or large: the axis ends near the others, and the value is written there."""
+    """The axis ends near the others."""
     for values, end in (([1, 1, 1.2, 30], 1.5), ([1, 3, 4], 4), ([1, 9], 1.25), ([0, 0], 1), ([2, 2, 2, 8], 8)):
         assert axis_end(values) == end, values
-    names = [f"choice_{n}" for n in range(8)]
-    held = pd.DataFrame([memory_of(n, 0.9 if n else 20.0) for n in range(8)])
-    held["expected_model_states_bytes"] = 140 * 2**20
-    parts = dict.fromkeys(PARTS, 0.0) | {"compute_ms": [20.0, *[1.0] * 7]}
-    for figure, end, says in (
-        (memory_figure(names, held), 1.25 * 180 * 1.3, "2,880.0 MiB, peak 4,000.0 MiB"),
-        (parts_figure(names, pd.DataFrame(parts)), 1.25, "20 ms"),
-    ):
-        assert figure.layout.xaxis.range == pytest.approx((0, end), rel=1e-3)
-        assert [(mark.y, mark.text) for mark in figure.layout.annotations] == [("choice_0", f"▸ {says}")]
 
 
 RANKS = 17

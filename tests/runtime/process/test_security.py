@@ -80,22 +80,6 @@ def is_false(node):
     return isinstance(node, ast.Constant) and node.value is False
 
 
-@each_row(
-    "line",
-    [
-        "from pickle import load",
-        "import cloudpickle.something",
-        "eval(text)",
-        "torch.load(path)",
-        "numpy.lib.load(path, allow_pickle=True)",
-        "load(name, trust_remote_code=flag)",
-        "run(line, shell=True)",
-    ],
-)
-def test_the_search_finds_what_it_looks_for(line):
-    assert any(problem_in(node) for node in ast.walk(ast.parse(line)))
-
-
 class Planted:
     def __reduce__(self):
         return (os.mkdir, (os.environ["PLANTED"],))
