@@ -1,20 +1,19 @@
 """One test case for a whole table, where a row takes a moment."""
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 Test = Callable[..., None]
 
 
-def by_default(rows: Iterable[Any], *tried: Any) -> list[Any]:
+def by_default(rows, *tried):
     """Parameters of a test, of which all but `tried` are exhaustive."""
     return [pytest.param(row, marks=[pytest.mark.exhaustive] * (row not in tried)) for row in rows]
 
 
-def each_row(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Test], Test]:
+def each_row(names, table):
     """Takes what `pytest.mark.parametrize` takes, but makes one case, which names every row that fails.
 
     Each row has a `tmp_path` and a `monkeypatch` of its own. It shares other fixtures, so it must not depend on what
@@ -23,8 +22,8 @@ def each_row(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Te
     fields, every = (names.split(", ") if isinstance(names, str) else list(names)), list(table)
     assert every, "no rows"
 
-    def decorate(test: Test) -> Test:
-        def all_rows(**fixtures: Any) -> None:
+    def decorate(test):
+        def all_rows(**fixtures):
             failures = []
             for index, row in enumerate(every):
                 given = dict(zip(fields, row if len(fields) > 1 else (row,), strict=True))

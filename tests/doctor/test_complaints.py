@@ -94,16 +94,3 @@ def test_the_report_begins_with_them(tmp_path):
     assert "  and 6 other complaints" in lines and "Verdict: unknown." in lines and "wrong" not in answer.stdout
     assert "Odd k" in run_in_process(script, "--all", str(log)).stdout
     assert len(json.loads(run_in_process(script, str(log), "--json").stdout)["unexplained"]) == 11
-
-
-def test_a_symptom_comes_before_ends_of_processes_and_behind_all_else(tmp_path):
-    """Which may be its cause. Ends that mean the same are one."""
-    log = tmp_path / "train.log"
-    symptom = "[rank0]: RuntimeError: gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation\n"
-    log.write_text(f"{symptom}  exitcode  : -15 (pid: 7)\n  traceback : Signal 15 (SIGTERM) received by PID 7\n")
-    lines = run_in_process(script, str(log)).stdout.splitlines()
-    assert lines[0].startswith("Verdict: A Gloo collective ran out of time")
-    at = lines.index("The log says as well, and no rule explains:")
-    assert lines[at + 2] == f"    end of a process; 2 times, first at {log}:2"
-    log.write_text(log.read_text() + "a:1:2 [0] x.cc:1 NCCL WARN Odd\n")
-    assert run_in_process(script, str(log)).stdout.startswith("The log says, and no rule explains:\n  Odd\n")

@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 import sharding
-from ddp_lab import progress
 from ddp_lab.planner import beside, models, plan_command
 from ddp_lab.planner import command as script
 from ddp_lab.planner.choices import choices
@@ -26,7 +24,6 @@ from ddp_lab.planner.report.columns import PLAN_COLUMNS
 from ddp_lab.planner.report.recommendation import reasons, recommended
 from ddp_lab.planner.report.table import Plan, interval
 from ddp_lab.planner.report.wording import runner_command
-from ddp_lab.progress import long_work
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
 from ddp_lab.runtime.records.flops import model_flops
@@ -257,16 +254,6 @@ def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path):
     assert "Take zero1@dp2-ep2 (main_parallel.py" in answer.stdout and " --workload sample-moe " in answer.stdout
     assert "Experts: each is assumed to get equally many tokens" in answer.stdout
     assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
-
-
-def test_a_line_tells_that_long_work_goes_on(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "STILL_S", 0.05)
-    with long_work("simulating", 2) as tell:
-        tell("zero1: 9 ms")
-        time.sleep(0.3)
-    assert re.match(
-        r"simulating\n1 of 2.*: zero1: 9 ms\n(simulating: \d s so far, 1 of 2 done\n)+", capsys.readouterr().err
-    )
 
 
 def test_record_then_plan_with_it(tmp_path):

@@ -149,11 +149,3 @@ def test_search_from_beginning_to_end(tmp_path):
     assert " --ddp-choice zero1 " in answer.stdout and " --compile" in answer.stdout
     found = pd.read_csv(table)
     assert found.fits[0] == "yes" and found.micro_batch_size.max() == 4 and set(found["compile"]) == {"yes", "no"}
-
-
-def test_what_cannot_fit_says_what_would():
-    """Adam's states of 7.6 billion parameters on 2 L4."""
-    what = ["search", "--model", "Qwen2.5-7B", "--gpus", "2xL4", "--link", "pcie4", "--global-batch-size", "2"]
-    answer = run_in_process(script, *what, "--choices", "zero1,zero3", "--mesh", "dp=2", "--jobs", "1")
-    assert answer.returncode == 0, answer.stderr
-    assert "alone are too large for every choice" in answer.stdout

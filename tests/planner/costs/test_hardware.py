@@ -61,17 +61,6 @@ def test_calls_count_what_operators_do():
     assert {name: calls[name].bytes_moved for name in moved} == moved
 
 
-def test_clusters():
-    small, large = hardware.cluster("2xL4", "pcie4"), hardware.cluster("4x8xH100", between="8xndr")
-    assert (small.nodes, small.ranks_per_node, small.backend, small.between) == (1, 2, "nccl", None)
-    assert (large.nodes, large.ranks_per_node, large.world_size) == (4, 8, 32)
-    assert large.between is not None and large.between.name == "8xndr"
-    assert hardware.cluster("T4", "pcie3").world_size == 1
-    assert hardware.cluster("4xRTX 4090", "pcie4").device.name == "RTX 4090"
-    here = hardware.cluster("2xcpu", "loopback")
-    assert here.backend == "gloo" and here.device.memory_bytes == hardware.device("cpu").memory_bytes // 2
-
-
 def test_roofline_by_hand():
     """Of an A100, which reaches half of 19.5 TFLOP/s in float32, of 156 in TF32, and of 2.039 TB/s."""
     device = hardware.device("A100-80GB", efficiency=0.5)
