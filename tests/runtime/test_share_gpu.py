@@ -60,15 +60,19 @@ def join(rank, flags):
         return str(error), None
 
 
-@each_row(
-    "gpus, flags, found, said",
-    [
-        (1, {"share_gpu": True, "backend": "gloo"}, ("cuda:0", "2 ranks a GPU, in turns"), f"({NO_SERVICE}; an all-r"),
-        (1, {"backend": "gloo"}, ("cuda:0", "2 ranks a GPU"), "2 ranks a GPU: step times tell about overlap"),
-        (2, {"share_gpu": True, "backend": "gloo"}, ("cuda:1", None), "--share-gpu: each rank has a GPU of its own"),
-        (1, {"share_gpu": True}, ("--share-gpu: NCCL is 2.28.9 here", None), ""),
-        (1, {}, ("show each rank another GPU, or use --share", None), ""),
-    ],
+SHARING = [
+    (1, {"share_gpu": True, "backend": "gloo"}, ("cuda:0", "2 ranks a GPU, in turns"), f"({NO_SERVICE}; an all-r"),
+    (1, {}, ("show each rank another GPU, or use --share", None), ""),
+    (1, {"backend": "gloo"}, ("cuda:0", "2 ranks a GPU"), "2 ranks a GPU: step times tell about overlap"),
+    (2, {"share_gpu": True, "backend": "gloo"}, ("cuda:1", None), "--share-gpu: each rank has a GPU of its own"),
+    (0, {"share_gpu": True}, ("cpu", None), "--share-gpu: no GPU here; ranks share the CPU anyway"),
+    (1, {"share_gpu": True}, ("--share-gpu: NCCL is 2.28.9 here", None), ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "found", "said"),
+    [*SHARING[:2], *(pytest.param(*row, marks=pytest.mark.slow) for row in SHARING[2:])],
 )
 def test_the_first_line_says_who_shares_a_gpu(monkeypatch, capfd, gpus, flags, found, said):
     with socket.socket() as free:

@@ -231,12 +231,14 @@ def test_many_ranks_are_three_ranks_and_their_spread(tmp_path):
 
 
 def test_many_kernels_stay_light(tmp_path):
-    """2,000 kernels a step, with gaps that must be bridged in steps, and 500 collectives, each on its own stream."""
+    """2,000 kernels a step, with gaps that must be bridged in steps, and 100 collectives, each on its own stream."""
 
     def timeline(rank):
         events = [event("user_annotation", "ProfilerStep#5", 0.0, 2e5)]
         for index in range(2_000):
-            name, stream = ("ncclDevKernel_AllReduce", 100 + index) if index % 4 == 0 else ("gemm" + "<float>" * 900, 7)
+            name, stream = (
+                ("ncclDevKernel_AllReduce", 100 + index) if index % 20 == 0 else ("gemm" + "<float>" * 900, 7)
+            )
             more = {"stream": stream, "correlation": index + 1}
             events.append(event("cuda_runtime", "cudaLaunchKernel", index * 100.0, 1, correlation=index + 1))
             events.append(event("kernel", name, index * 100.0 + 2, 40, tid=stream, **more))
