@@ -31,7 +31,7 @@ SAMPLES = 24
 class Everything(nn.Module):
     """Frozen parameters, sizes that do not divide, a single number, running statistics, and dropout."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float):
         super().__init__()
         self.first = nn.Linear(FEATURES, 11)
         self.norm = nn.BatchNorm1d(11, momentum=0.3, affine=False)

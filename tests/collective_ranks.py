@@ -53,7 +53,7 @@ def connection_lost(rank: int) -> Any:
     """`broadcast` fails after the first call, on all ranks, so that the pool's own connections stay as they are."""
     left = iter(range(1))
 
-    def fail(call: calls.Call) -> None:
+    def fail(call: calls.Call):
         if next(left, None) is None:
             raise RuntimeError("Connection closed by peer\nand so on")
 

@@ -132,7 +132,7 @@ def held_here(strategy: Strategy) -> Iterator[tuple[str, str, int, Tensor]]:
             yield name, state, start, strategy.on_this_rank(value).reshape(-1)
 
 
-def put_equal(place: Tensor, values: Tensor) -> None:
+def put_equal(place: Tensor, values: Tensor):
     """Fill a place where nothing is yet, or there is the same."""
     assert place.isnan().all() or torch.equal(place, values), "ranks hold different values"
     place.copy_(values)

@@ -26,7 +26,7 @@ from tests.ranks import RankPool
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 80, "eval_samples": 8, "profile_wait": 1}
 
 
-def train(folder: str, choice: str, load: Any, **changes: Any) -> None:
+def train(folder: str, choice: str, load: Any, **changes: Any):
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     train_and_record(RunConfig.of(**(TINY | changes), choice=choice, output_dir=folder), ranks, load)  # type: ignore[arg-type]
 
@@ -37,7 +37,7 @@ def train(folder: str, choice: str, load: Any, **changes: Any) -> None:
 class ExtraAllReduce(SimpleDDPAccumulated):
     """All-reduces once more than it says: gradients are right, the time is not."""
 
-    def finish_gradient_synchronization(self) -> None:
+    def finish_gradient_synchronization(self):
         super().finish_gradient_synchronization()
         dist.all_reduce(torch.zeros(250), group=self.process_group)
 
@@ -55,12 +55,12 @@ class DoubledPayload(BucketDDP):
 FAULTS = {"extra": ExtraAllReduce, "doubled": DoubledPayload}
 
 
-def train_faulty(folder: str) -> None:
+def train_faulty(folder: str):
     for choice in FAULTS:
         train(folder, choice, FAULTS.__getitem__, profile_repeat=1)
 
 
-def test_wrong_strategies_are_seen(ranks: RankPool, tmp_path: Path) -> None:
+def test_wrong_strategies_are_seen(ranks: RankPool, tmp_path: Path):
     ranks.run(2, train_faulty, str(tmp_path))
     for choice, calls, payload in (("extra", 1, 1000), ("doubled", 0, 4 * 3 * 16 * 16)):
         (window,) = find_windows(tmp_path / "profile" / choice)
@@ -79,11 +79,11 @@ def test_wrong_strategies_are_seen(ranks: RankPool, tmp_path: Path) -> None:
 # A run of ZeRO-3 -----------------------------------------------------------------------------------------------------
 
 
-def train_zero3(folder: str) -> None:
+def train_zero3(folder: str):
     train(folder, "zero3", sharding.load, train_samples=50, profile_wait=4, epochs=2)
 
 
-def test_a_window_over_the_end_of_an_epoch(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_window_over_the_end_of_an_epoch(ranks: RankPool, tmp_path: Path):
     """Fourteen steps, of which the seventh, `ProfilerStep#6`, is the last of an epoch: 2 samples, not 8. ZeRO-3 gathers
     and scatters once for each micro-batch, of which the short step has one instead of two."""
     ranks.run(2, train_zero3, str(tmp_path))
@@ -105,7 +105,7 @@ def test_a_window_over_the_end_of_an_epoch(ranks: RankPool, tmp_path: Path) -> N
 ELEMENTS = (50_000, 2_000)
 
 
-def reduce_late(folder: str, late: int, delay_s: float) -> None:
+def reduce_late(folder: str, late: int, delay_s: float):
     """Six steps of some compute and two blocking all-reduces, before which one rank sleeps."""
     rank = dist.get_rank()
     with profile(
@@ -132,7 +132,7 @@ def late(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_planted_straggler_is_named(late: Path, tmp_path: Path) -> None:
+def test_a_planted_straggler_is_named(late: Path, tmp_path: Path):
     page = write_summary(analyse_window(find_windows(late)[0]), "late", tmp_path).read_text()
     assert "Rank 1 costs the others most: it arrives last in" in page and "heatmap" in page
     table = pd.read_csv(tmp_path / "stragglers.csv")

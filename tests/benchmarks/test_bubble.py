@@ -23,7 +23,7 @@ def over_links(*arguments: Any) -> dict[str, Any]:
         return measured(*arguments)
 
 
-def check(folder: Path, schedule: str) -> None:
+def check(folder: Path, schedule: str):
     pool, tried = RankPool(), []
     for run in range(3):
         (at := folder / f"{schedule}-{run}").mkdir()
@@ -36,14 +36,14 @@ def check(folder: Path, schedule: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_bubble_is_that_of_the_formula(tmp_path: Path) -> None:
+def test_the_bubble_is_that_of_the_formula(tmp_path: Path):
     """Within 3 %, in one of three runs: other work wakes passes up late, a fault would stay. Stages pause
     instead of computing, so that no rank takes another's core, and all schedules run at once."""
     with ThreadPoolExecutor() as threads:
         list(threads.map(partial(check, tmp_path), SCHEDULES))
 
 
-def test_a_slow_stage_is_waited_for(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_slow_stage_is_waited_for(ranks: RankPool, tmp_path: Path):
     """A step takes at least as long as on paper, 27 passes: with equal stages, 15."""
     for found in ranks.run(2, over_links, tmp_path, "1f1b", 4, 20.0, 2.0):
         assert found["paper_pct"] == pytest.approx(100 / 3) and 0 < found["bubble_pct"] < 100

@@ -28,19 +28,19 @@ def with_given_times() -> pd.DataFrame:
         return measured(2, 4)
 
 
-def test_each_way_is_timed_beside_the_whole(ranks: RankPool) -> None:
+def test_each_way_is_timed_beside_the_whole(ranks: RankPool):
     for table in ranks.run(2, measured, 2, 64):
         assert table.way.tolist() == list(CONTEXT_PARALLEL)
         assert table.filter(regex="percent|ms_").gt(0).all(axis=None)
 
 
-def test_ideal_is_the_whole_divided_by_the_ranks(ranks: RankPool) -> None:
+def test_ideal_is_the_whole_divided_by_the_ranks(ranks: RankPool):
     (table, _) = ranks.run(2, with_given_times)
     for row in table.to_dict("records"):
         assert row["percent_median"] == pytest.approx((100 + 75) / 2) and row["ideal_ms_median"] == 55
         assert (row["percent_p25"], row["percent_p75"]) == (81.25, 93.75)
 
 
-def test_what_ranks_do_not_divide_is_refused(ranks: RankPool) -> None:
+def test_what_ranks_do_not_divide_is_refused(ranks: RankPool):
     for heads, tokens, message in ((3, 64, "do not divide 3 attention heads"), (2, 6, "multiple of twice the 2 ranks")):
         assert all(message in said for said in ranks.run(2, message_of, UserError, measured, heads, tokens))

@@ -26,7 +26,7 @@ def measured(choices: str, against: str = "pytorch_ddp") -> pd.DataFrame:
         return table
 
 
-def test_choices_run_in_alternation(ranks: RankPool) -> None:
+def test_choices_run_in_alternation(ranks: RankPool):
     choices = ["pytorch_ddp", "bare_loop", "zero3:bucket_cap_mb=1", "pytorch_zero1"]
     for table in ranks.run(2, measured, ",".join(choices)):
         assert table["choice"].tolist() == [*choices, "local", "runtime"]
@@ -36,7 +36,7 @@ def test_choices_run_in_alternation(ranks: RankPool) -> None:
         assert table["exposed_ms_median"]["bare_loop"] != table["exposed_ms_median"]["local"]
 
 
-def test_loops_beside_the_choices_compute_in_their_precision(ranks: RankPool) -> None:
+def test_loops_beside_the_choices_compute_in_their_precision(ranks: RankPool):
     """Else a step in bf16 seems to hide more than all of its communication."""
     against = "zero3:precision=bf16"
     for table in ranks.run(1, measured, "zero3,zero3:precision=bf16:compile=off,local:precision=bf16", against):
@@ -46,7 +46,7 @@ def test_loops_beside_the_choices_compute_in_their_precision(ranks: RankPool) ->
     assert plain["peak_bytes"]["local"] != table["peak_bytes"]["local"]
 
 
-def test_host_time_of_choices(ranks: RankPool) -> None:
+def test_host_time_of_choices(ranks: RankPool):
     """A bucket's gradients are copied by one call, DDP's one by one."""
     ((table, text),) = ranks.run(1, host_time_of, "bucket_ddp_async")
     assert table.index.tolist() == ["pytorch_ddp", "bucket_ddp_async", "local", "runtime"]

@@ -95,7 +95,7 @@ def on_rank(case: Case) -> list[Tensor]:
 
 
 @each_row("case", CASES)
-def test_attention_over_ranks_is_as_exact_as_in_one_process(ranks: RankPool, case: Case) -> None:
+def test_attention_over_ranks_is_as_exact_as_in_one_process(ranks: RankPool, case: Case):
     layout = layout_of(case)
     parts = zip(*ranks.run(case.ranks, on_rank, case), strict=True)
     exact, alone = whole(case, torch.float64), whole(case, case.dtype)
@@ -109,7 +109,7 @@ def test_attention_over_ranks_is_as_exact_as_in_one_process(ranks: RankPool, cas
 class Large(Ring):
     """The last of so many ranks, which finds the keys and values of all others here."""
 
-    def __init__(self, k: Tensor, v: Tensor, size: int) -> None:
+    def __init__(self, k: Tensor, v: Tensor, size: int):
         self.rank, self.size, self.layout = size - 1, size, Layout(size)
         self._parts = torch.stack([k, v]).chunk(size, 3)
 
@@ -121,7 +121,7 @@ class Large(Ring):
         return SimpleNamespace(wait=lambda: torch.zeros_like(tensor))
 
 
-def test_rounding_does_not_add_up_along_a_ring() -> None:
+def test_rounding_does_not_add_up_along_a_ring():
     case = Case(64, "ring", torch.bfloat16, unit=2)
     q, k, v, gradient = inputs(case)[0]
     ring, last = Large(k, v, case.ranks), slice(-case.unit, None)
@@ -136,7 +136,7 @@ def test_rounding_does_not_add_up_along_a_ring() -> None:
 class Written(Ring):
     """A ring without ranks, which writes down when a message is posted and when it is waited for."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
         self.events: list[str] = []
 
@@ -145,7 +145,7 @@ class Written(Ring):
         return SimpleNamespace(wait=lambda: self.events.append(f"wait {int(tensor)}") or tensor + 1)
 
 
-def test_the_next_block_is_under_way_before_one_is_computed() -> None:
+def test_the_next_block_is_under_way_before_one_is_computed():
     ring = Written(rank=1, size=3)
     for source, keys in ring.turns(torch.tensor(0)):
         ring.events.append(f"compute {int(keys)} of {source}")

@@ -34,7 +34,7 @@ def a_step(mesh: str, choice: str, options: dict[str, Any]) -> tuple[float, dict
     """The loss of a step, the state after it, and what this rank has kept, by the name of the dropout."""
     kept: dict[str, Tensor] = {}
 
-    def keep(name: str, part: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+    def keep(name: str, part: nn.Module, given: tuple[Tensor, ...], out: Tensor):
         assert torch.equal(kept.setdefault(name, out != 0), out != 0), f"{name} drops others where it runs again"
 
     with strategy_of(Training(choice, MODEL, mesh, options)) as strategy:
@@ -53,7 +53,7 @@ def a_step(mesh: str, choice: str, options: dict[str, Any]) -> tuple[float, dict
         ("cp=2,tp=2", "zero2", {"activation_checkpointing": "torch:block"}),
     ],
 )
-def test_a_model_with_dropout(ranks: RankPool, mesh: str, choice: str, options: dict[str, Any]) -> None:
+def test_a_model_with_dropout(ranks: RankPool, mesh: str, choice: str, options: dict[str, Any]):
     sizes = Mesh.parse(mesh)
     results = ranks.run(sizes.size, a_step, mesh, choice, options)
     layout = layout_of(Case(sizes.degree("cp"), options.get("context_parallel", "zigzag")))

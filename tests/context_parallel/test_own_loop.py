@@ -24,7 +24,7 @@ PROMPT = 4
 class Decoder(nn.Module):
     """Two blocks with grouped keys, and places that it learns."""
 
-    def __init__(self, attention: Callable[..., Tensor] = scaled_dot_product_attention) -> None:
+    def __init__(self, attention: Callable[..., Tensor] = scaled_dot_product_attention):
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, FEATURES), nn.Embedding(LENGTH, FEATURES)
         self.q = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
@@ -114,7 +114,7 @@ def one_process() -> tuple[dict[str, Tensor], Tensor]:
         (2, 1, "zigzag", "zero1"),
     ],
 )
-def test_a_model_of_ones_own(ranks: RankPool, ranks_in_all: int, size: int, way: str, choice: str) -> None:
+def test_a_model_of_ones_own(ranks: RankPool, ranks_in_all: int, size: int, way: str, choice: str):
     state, answer = one_process()
     found = ranks.run(ranks_in_all, own_loop, size, way, choice)
     for rank, result in enumerate(found):
@@ -124,7 +124,7 @@ def test_a_model_of_ones_own(ranks: RankPool, ranks_in_all: int, size: int, way:
         torch.testing.assert_close(found[0]["state"][name], tensor, rtol=1e-5, atol=1e-5)
 
 
-def with_documents() -> None:
+def with_documents():
     with closing_groups():
         context = ddp_lab.context_parallel(2)
         q, k, v = torch.randn(3, 2, 4, LENGTH, 8, generator=torch.Generator().manual_seed(0))
@@ -136,11 +136,11 @@ def with_documents() -> None:
         torch.testing.assert_close(context.whole(out.transpose(1, 2), LENGTH), wanted)
 
 
-def test_documents_stay_apart(ranks: RankPool) -> None:
+def test_documents_stay_apart(ranks: RankPool):
     ranks.run(2, with_documents)
 
 
-def attend(size: int, way: str, told: dict[str, Any]) -> None:
+def attend(size: int, way: str, told: dict[str, Any]):
     with closing_groups():
         q, k, v = torch.randn(3, 1, 3, 4, 8)
         heads, rest = told.get("heads", 3), {name: value for name, value in told.items() if name != "heads"}
@@ -158,6 +158,6 @@ def attend(size: int, way: str, told: dict[str, Any]) -> None:
         (2, "ulysses", {"is_causal": True}, "do not divide 3 attention heads"),
     ],
 )
-def test_what_an_own_model_is_refused(ranks: RankPool, size: int, way: str, told: dict[str, Any], message: str) -> None:
+def test_what_an_own_model_is_refused(ranks: RankPool, size: int, way: str, told: dict[str, Any], message: str):
     for said in ranks.run(2, message_of, UserError, attend, size, way, told):
         assert message in said

@@ -25,16 +25,16 @@ RING, ULYSSES, PYTORCH = ({"context_parallel": way} for way in ("ring", "ulysses
         ("lm, qwen2, window", {}, "Qwen2Attention uses sliding_window, which no ring does here"),
     ],
 )
-def test_what_is_refused(ranks: RankPool, model: str, options: dict[str, Any], message: str) -> None:
+def test_what_is_refused(ranks: RankPool, model: str, options: dict[str, Any], message: str):
     check(ranks, Case("tp", model, "cp=2", options, refused=message))
 
 
-def with_dropout() -> None:
+def with_dropout():
     with strategy_of(Case("tp", "lm, gpt2, dropout", "cp=2", ULYSSES)) as strategy:
         one_step(strategy, [make_batch("lm", 2, 0)])
 
 
-def test_ulysses_takes_dropout(ranks: RankPool) -> None:
+def test_ulysses_takes_dropout(ranks: RankPool):
     ranks.run(2, with_dropout)
 
 
@@ -48,12 +48,12 @@ def test_ulysses_takes_dropout(ranks: RankPool) -> None:
         ({"mesh": "cp=2", "compile": True}, "must be without tp and cp"),
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         RunConfig.of(choice="tp", **settings)
 
 
-def test_a_label_says_how_tokens_are_cut() -> None:
+def test_a_label_says_how_tokens_are_cut():
     config = RunConfig.of(choice="tp", mesh="dp=2,cp=2", **ULYSSES)
     assert config.label == "tp@dp2-cp2-ulysses"
     assert mesh_flags("dp2-cp2-ulysses") == ["--mesh", "dp=2,cp=2", "--context-parallel", "ulysses"]

@@ -31,7 +31,7 @@ HOOK_ID = 4_711
 class Plan:
     """What FAULT says."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str):
         self.kind, *rest = text.split(":")
         values = dict(pair.split("=") for pair in rest)
         self.rank, self.step = int(values.get("rank", 1)), int(values.get("step", 2))
@@ -42,22 +42,22 @@ class Plan:
         return is_here and at == self.at and strategy.optimizer_steps == self.step
 
 
-def crash(strategy: Any) -> None:
+def crash(strategy: Any):
     import ctypes
 
     ctypes.string_at(0)
 
 
-def fail(strategy: Any) -> None:
+def fail(strategy: Any):
     raise ValueError("planted")
 
 
-def fail_in_bytes(strategy: Any) -> None:
+def fail_in_bytes(strategy: Any):
     """As with a file's name that is not UTF-8."""
     raise ValueError("planted \udcff")
 
 
-def fail_mute(strategy: Any) -> None:
+def fail_mute(strategy: Any):
     class Mute(Exception):
         def __str__(self) -> str:
             raise ValueError("in __str__")
@@ -66,19 +66,19 @@ def fail_mute(strategy: Any) -> None:
 
 
 def ended_by(number: signal.Signals) -> Callable[[Any], None]:
-    def plant(strategy: Any) -> None:
+    def plant(strategy: Any):
         os.kill(os.getpid(), number)
         time.sleep(60)
 
     return plant
 
 
-def loop(strategy: Any) -> None:
+def loop(strategy: Any):
     while True:
         pass
 
 
-def eat_memory(strategy: Any) -> None:
+def eat_memory(strategy: Any):
     import resource
 
     import torch
@@ -89,14 +89,14 @@ def eat_memory(strategy: Any) -> None:
         held.append(torch.empty(2**30, dtype=torch.uint8))  # never touched, so only addresses are used up
 
 
-def extra_collective(strategy: Any) -> None:
+def extra_collective(strategy: Any):
     import torch
     import torch.distributed as dist
 
     dist.broadcast(torch.zeros(5), src=0)
 
 
-def extra_in_model(strategy: Any) -> None:
+def extra_in_model(strategy: Any):
     """The same among ranks that hold parts of one model."""
     import torch
     import torch.distributed as dist
@@ -107,7 +107,7 @@ def extra_in_model(strategy: Any) -> None:
 def spoiled_collective(change: Callable[[Any], list[Any]]) -> Callable[[Any], None]:
     """A fault of the next collective of gradients or parameters: others, of what `change` returns, come before it."""
 
-    def plant(strategy: Any) -> None:
+    def plant(strategy: Any):
         import torch.distributed as dist
 
         plain = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
@@ -129,7 +129,7 @@ def spoiled_collective(change: Callable[[Any], list[Any]]) -> Callable[[Any], No
     return plant
 
 
-def swap_gradients(strategy: Any) -> None:
+def swap_gradients(strategy: Any):
     """Two gradients of equal size are all-reduced in the other order."""
     import torch.distributed as dist
 
@@ -148,12 +148,12 @@ def swap_gradients(strategy: Any) -> None:
     dist.all_reduce = all_reduce
 
 
-def overflow(strategy: Any) -> None:
+def overflow(strategy: Any):
     """The first gradient becomes infinite, also when the step is repeated to find out where."""
     next(iter(strategy.leaves())).register_hook(lambda gradient: gradient + float("inf"))
 
 
-def vanish(strategy: Any) -> None:
+def vanish(strategy: Any):
     """The run's folder is deleted while it trains."""
     import shutil
 
@@ -161,7 +161,7 @@ def vanish(strategy: Any) -> None:
     shutil.rmtree(folder)
 
 
-def fill_disk(strategy: Any) -> None:
+def fill_disk(strategy: Any):
     """No file may grow beyond 100 bytes from now on, which is how a full disk looks to a program."""
     import resource
 
@@ -198,7 +198,7 @@ def with_fault(real: type, plan: Plan) -> type:
     planted = FAULTS[plan.kind]
     fired: list[Any] = []
 
-    def fault(strategy: Any) -> None:
+    def fault(strategy: Any):
         if fired:
             return
         fired.append(strategy)
@@ -223,7 +223,7 @@ def with_fault(real: type, plan: Plan) -> type:
                     fault(self)
             return answer
 
-        def step(self, wait: bool = True) -> None:
+        def step(self, wait: bool = True):
             if plan.is_due(self, "optimizer"):
                 fault(self)
             super().step(wait)
@@ -234,7 +234,7 @@ def with_fault(real: type, plan: Plan) -> type:
 
         plain = profiling.write_trace
 
-        def write_trace(profiler: Any, path: Path) -> None:
+        def write_trace(profiler: Any, path: Path):
             if int(os.environ["RANK"]) == plan.rank and profiler.step_num > plan.step:
                 path.with_name(f".{path.name}.json").write_text("[")  # a part of it is written
                 fault(None)

@@ -36,7 +36,7 @@ class Sum(torch.autograd.Function):
 class CutNet(nn.Module):
     """`cut`: `tp`, where each rank has some columns of `up` and rows of `down`; or `tokens`, or nothing."""
 
-    def __init__(self, cut: str, fault: str, bias: bool, frozen: bool) -> None:
+    def __init__(self, cut: str, fault: str, bias: bool, frozen: bool):
         super().__init__()
         self.cut, self.fault = cut, fault
         self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
@@ -77,7 +77,7 @@ def train(
     frozen: bool = False,
     clips: float = 0.0,
     rounding: bool = False,
-) -> None:
+):
     torch.manual_seed(7)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = CutNet(cut if ranks > 1 else "", fault, bias, frozen)
@@ -119,7 +119,7 @@ def train(
     recorder.close()
 
 
-def add_over_ranks(parameters: list[nn.Parameter]) -> None:
+def add_over_ranks(parameters: list[nn.Parameter]):
     for parameter in parameters:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)

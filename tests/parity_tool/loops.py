@@ -21,7 +21,7 @@ STEPS = 3
 class Net(nn.Module):
     """A small language model with most of what goes wrong in it."""
 
-    def __init__(self, dropout: float = 0.0, tied: bool = True, counts: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0, tied: bool = True, counts: bool = False):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
@@ -51,7 +51,7 @@ def data(step: int, padded: bool = False) -> tuple[Tensor, Tensor]:
     return words, labels
 
 
-def train(folder: Path, wrapper: str = "none", fault: str = "", micro_batches: int = 1, **how: Any) -> None:
+def train(folder: Path, wrapper: str = "none", fault: str = "", micro_batches: int = 1, **how: Any):
     """Train three steps, and record them."""
     if "of" in how:
         parts.train(folder, fault=fault, **how)
@@ -79,7 +79,7 @@ class Loop:
         rounding: bool = False,
         hook: bool = False,
         broadcasts: bool = True,
-    ) -> None:
+    ):
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.wrapper, self.fault, self.micro_batches = wrapper, fault, micro_batches
         self.padded, self.clips, self.autocast, self.rounding = padded, clips, autocast, rounding
@@ -126,7 +126,7 @@ class Loop:
             return fully_shard(net, mesh=mesh)
         return net
 
-    def run(self, folder: Path) -> None:
+    def run(self, folder: Path):
         recorder = watch(self.model, folder, steps=STEPS, another_rounding=self.rounding)
         try:
             for step in range(STEPS):
@@ -136,7 +136,7 @@ class Loop:
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def step(self, step: int) -> None:
+    def step(self, step: int):
         if self.fault == "eval mode":
             self.model.eval()
         words, labels = self.samples(step)
@@ -216,7 +216,7 @@ class Loop:
         other = self.fault == "autocast"
         return torch.autocast("cpu", torch.bfloat16) if self.autocast != other else nullcontext()
 
-    def reduce(self) -> None:
+    def reduce(self):
         """What the wrapper does not."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         if self.fault == "clips first":
@@ -228,7 +228,7 @@ class Loop:
             for gradient in gradients:
                 dist.all_reduce(gradient)
 
-    def average(self, gradient: Tensor) -> None:
+    def average(self, gradient: Tensor):
         if self.fault == "group of some":
             if not hasattr(self, "pairs"):
                 self.pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -238,14 +238,14 @@ class Loop:
             dist.all_reduce(gradient)
             gradient /= self.ranks
 
-    def clip_shards(self) -> None:
+    def clip_shards(self):
         """By the norm of what a rank holds."""
         gradients = [parameter.grad.to_local() for parameter in self.model.parameters()]  # type: ignore[union-attr]
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         for gradient in gradients:
             gradient *= min(1.0, self.clips / float(norm))
 
-    def one_step_late(self) -> None:
+    def one_step_late(self):
         now = [parameter.grad.clone() for parameter in self.model.parameters()]  # type: ignore[union-attr]
         for parameter, before in zip(self.model.parameters(), self.kept or now, strict=True):
             parameter.grad.copy_(before)  # type: ignore[union-attr]
@@ -255,7 +255,7 @@ class Loop:
 class Checkpointed(nn.Module):
     """Runs its module again in backward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module):
         super().__init__()
         self._checkpoint_wrapped_module = module
 

@@ -21,7 +21,7 @@ class Part(nn.Module):
     shares_samples = False
     """All ranks have all samples."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str):
         super().__init__()
         self.fault, self.rank, self.ranks = fault, dist.get_rank(), dist.get_world_size()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -51,7 +51,7 @@ class Towers(Part):
 class Term(Part):
     """A term of the loss for an even load of two experts, which the model answers with."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str):
         super().__init__(fault)
         self.gate, self.second = nn.Linear(WIDTH, 2, bias=False), nn.Linear(WIDTH, WIDTH)
 
@@ -75,7 +75,7 @@ class Term(Part):
 class Statistics(Part):
     """Statistics of the samples of all ranks."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str):
         super().__init__(fault)
         self.first = nn.Linear(WIDTH, WIDTH, bias=False)
         self.register_buffer("running_mean", torch.zeros(WIDTH))
@@ -95,7 +95,7 @@ class Fused(Part):
 
     shares_samples = True
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str):
         super().__init__(fault)
         self.gate_up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
         halves = [self.gate_up.weight] if fault == "fused" and self.ranks > 1 else self.gate_up.weight.chunk(2)
@@ -112,7 +112,7 @@ class Fused(Part):
 class Adapter(Part):
     """The adapter's second factor is 0 at the start, and with it the gradient of the first."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str):
         super().__init__(fault)
         self.a, self.b = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
         nn.init.zeros_(self.b.weight)
@@ -127,7 +127,7 @@ class Stages(Part):
 
     shares_samples = True
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str):
         super().__init__(fault)
         self.tied = nn.Linear(WIDTH, WIDTH + 1, bias=False)
         if self.ranks > 1:
@@ -141,7 +141,7 @@ class Stages(Part):
             x = self.first(linear(linear(x, self.tied.weight), self.tied.weight.T))
         return linear(self.last(x), self.tied.weight) if hasattr(self, "last") else x
 
-    def step(self, x: Tensor) -> None:
+    def step(self, x: Tensor):
         """Forward and backward of both stages."""
         if self.ranks == 1:
             self(x).square().mean().backward()
@@ -162,7 +162,7 @@ class Stages(Part):
             dist.all_reduce(self.tied.weight.grad)
 
 
-def clip(model: Part, most: float) -> None:
+def clip(model: Part, most: float):
     """By the norm of the whole model. All ranks have the same biases and the same first and last layer."""
     norm = torch.zeros(())
     for name, parameter in model.named_parameters():
@@ -177,7 +177,7 @@ def clip(model: Part, most: float) -> None:
 PARTS: dict[str, type[Part]] = {one.__name__.lower(): one for one in (Towers, Term, Statistics, Fused, Adapter, Stages)}
 
 
-def train(folder: Path, of: str, fault: str = "", clips: float = 0.0, rounding: bool = False, **_: Any) -> None:
+def train(folder: Path, of: str, fault: str = "", clips: float = 0.0, rounding: bool = False, **_: Any):
     torch.manual_seed(7)
     model = PARTS[of](fault)
     if fault == "cast parameters":

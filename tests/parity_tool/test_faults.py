@@ -17,13 +17,13 @@ from tests.ranks import RankPool
 RUNS = tomllib.loads(Path(__file__).with_name("runs.toml").read_text())
 
 
-def run_both(folder: Path, how: dict[str, Any]) -> None:
+def run_both(folder: Path, how: dict[str, Any]):
     """Run A, and the same with another rounding."""
     train(folder / "a", **how)
     train(folder / "c", rounding=True, **how)
 
 
-def run_one(folder: Path, how: dict[str, Any]) -> None:
+def run_one(folder: Path, how: dict[str, Any]):
     train(folder, **how)
 
 
@@ -35,7 +35,7 @@ def recorded(ranks: RankPool, folder: Path, row: dict[str, Any], of_a: int = 1, 
 
 
 @pytest.mark.parametrize("name", RUNS["faults"])
-def test_a_fault_is_named(name: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_fault_is_named(name: str, ranks: RankPool, tmp_path: Path):
     row = RUNS["faults"][name]
     of_a = 2 if name == "buffers" else 1
     made = compare(*recorded(ranks, tmp_path, row, of_a, wrapper="ddp", fault=name))
@@ -46,7 +46,7 @@ def test_a_fault_is_named(name: str, ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS["healthy"])
-def test_right_runs_agree(name: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_right_runs_agree(name: str, ranks: RankPool, tmp_path: Path):
     a, b, yardstick = recorded(ranks, tmp_path, RUNS["healthy"][name])
     for known in (yardstick, None):
         answer = Answer.of(compare(a, b, known), known is not None, [])

@@ -29,7 +29,7 @@ Held = list[tuple[Action, int]]
 class Saved:
     """A tensor that autograd has saved. Nobody else holds this object."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
 
@@ -41,7 +41,7 @@ def measured(strategy: Strategy) -> Iterator[Held]:
     found: Held = []
     plain = Walk._do
 
-    def do(walk: Walk, action: Action) -> None:
+    def do(walk: Walk, action: Action):
         plain(walk, action)
         products = [one for left in walk._left.values() for of_one in left._left.values() for _, one in of_one]
         kept = [cell.cell_contents for product in products for cell in product.__closure__ or ()]
@@ -79,7 +79,7 @@ def on_paper(actions: list[Action], adds: dict[tuple[Kind, int], int]) -> int:
 
 
 @each_row("schedule, stages_per_rank", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
-def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule: str, stages_per_rank: int) -> None:
+def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule: str, stages_per_rank: int):
     """A pass holds what a block gets and what its tanh makes, which is what the next block gets. Where backward is in
     two, a product keeps what it got and the gradient of what it made, until the gradient of its weight is computed."""
     lists = lists_of(SCHEDULES[schedule], Shape(RANKS, MICRO_BATCHES, stages_per_rank))
@@ -110,5 +110,5 @@ def left_in_flight(schedule: str) -> int:
     return max(left)
 
 
-def test_what_has_arrived_is_let_go(ranks: RankPool) -> None:
+def test_what_has_arrived_is_let_go(ranks: RankPool):
     assert max(ranks.run(RANKS, left_in_flight, "1f1b")) == RANKS

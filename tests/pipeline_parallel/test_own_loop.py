@@ -23,7 +23,7 @@ SAMPLES = 8
 class WithLoss(nn.Module):
     """The loss belongs to the last stage, so it is the model's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()]
         self.body = nn.Sequential(*layers, nn.Linear(16, 3))
@@ -83,7 +83,7 @@ def one_process() -> tuple[list[float], Any, float]:
 )
 def test_a_sequence_in_an_own_loop(
     ranks: RankPool, mesh: str, choice: str, schedule: str, stages_per_rank: int, split: Any
-) -> None:
+):
     size = 4 if "dp" in mesh else 2
     wanted_losses, wanted_state, wanted_answer = one_process()
     found = ranks.run(size, own_loop, mesh, choice, schedule, stages_per_rank, split)
@@ -100,7 +100,7 @@ def with_layers_cut() -> float:
         return strategy.forward_backward([make_batch("lm, gqa", 2, 0)]).item()
 
 
-def test_stages_whose_layers_are_cut(ranks: RankPool) -> None:
+def test_stages_whose_layers_are_cut(ranks: RankPool):
     wanted = build("lm, gqa")(**make_batch("lm, gqa", 2, 0)).loss.item()
     assert ranks.run(4, with_layers_cut) == pytest.approx([wanted] * 4, rel=1e-5)
 
@@ -108,7 +108,7 @@ def test_stages_whose_layers_are_cut(ranks: RankPool) -> None:
 class Twice(nn.Module):
     """Uses its weight in a product, and elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(6, 6)
 
@@ -140,7 +140,7 @@ class Ignores(nn.Linear):
         return super().forward(torch.ones_like(hidden))
 
 
-def one_step(mesh: str, blocks: Sequence[type[nn.Module]], schedule: str) -> None:
+def one_step(mesh: str, blocks: Sequence[type[nn.Module]], schedule: str):
     model = WithLoss()
     model.body = nn.Sequential(*(block() if block is Twice else block(6, 6) for block in blocks))
     with closing_groups():
@@ -163,12 +163,12 @@ def one_step(mesh: str, blocks: Sequence[type[nn.Module]], schedule: str) -> Non
 )
 def test_a_model_that_cannot_run_in_stages(
     ranks: RankPool, mesh: str, blocks: Sequence[type[nn.Module]], schedule: str, message: str
-) -> None:
+):
     with pytest.raises(RankFailed, match=message):
         ranks.run(4 if "dp" in mesh else 2, one_step, mesh, blocks, schedule)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     for arguments, message in (
         (("dp=2",), "needs pp above 1"),
         (("pp=2", "interleaved"), "must be at least 2 stages a rank with interleaved"),

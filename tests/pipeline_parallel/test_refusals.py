@@ -37,12 +37,12 @@ from tests.tables import each_row
         ({"mesh": "pp=2", "overlap_optimizer": True}, "^--overlap-optimizer: must be without pp"),
     ],
 )
-def test_flags(flags: dict[str, Any], message: str) -> None:
+def test_flags(flags: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         RunConfig.of(choice="tp", **flags)
 
 
-def test_models_and_splits() -> None:
+def test_models_and_splits():
     with pytest.raises(UserError, match="Tied has no blocks"):
         chain_of(build("tied"))
     with pytest.raises(UserError, match="decoder needs what the encoder makes"):
@@ -77,13 +77,13 @@ def test_models_and_splits() -> None:
     assert tuple(SCHEDULES) == PIPELINE_SCHEDULES
 
 
-def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
+def test_the_slowest_stage_is_as_fast_as_it_can_be():
     """A head that costs two blocks takes the place of two."""
     assert cut_by_cost([0, 1, 1, 1, 1, 1, 1, 2], [False, *[True] * 6, False], 4) == [1, 2, 2, 1]
     assert cut_by_cost([0, 1, 1, 1, 1, 1, 1, 0], [False, *[True] * 6, False], 3) == [2, 2, 2]
 
 
-def test_a_plan_lists_the_modules_of_each_stage(tmp_path: Path) -> None:
+def test_a_plan_lists_the_modules_of_each_stage(tmp_path: Path):
     plan = tmp_path / "plan.toml"
     config = RunConfig.of(choice="tp", mesh="pp=2", plan=str(plan))
     plan.write_text('stages = [["first", "blocks.0"], ["blocks.*", "last"]]')
@@ -106,6 +106,6 @@ def test_a_plan_lists_the_modules_of_each_stage(tmp_path: Path) -> None:
         ("gpipe", "lm, long, tied", [2, 2], "lm_head.weight and model.embed_tokens.weight: torch's stages share no"),
     ],
 )
-def test_torchs_own_schedules(ranks: RankPool, schedule: str, model: str, split: Sequence[int], message: str) -> None:
+def test_torchs_own_schedules(ranks: RankPool, schedule: str, model: str, split: Sequence[int], message: str):
     case = in_stages("pytorch_pp", "pp=2", model, schedule)
     check(ranks, replace(case, split=[[split]], refused=message))

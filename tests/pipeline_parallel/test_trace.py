@@ -20,7 +20,7 @@ from tests.ranks import RankPool
 MODEL, MICRO_BATCHES = "lm, long", 4
 
 
-def write_traces(folder: Path, schedule: str, stages_per_rank: int) -> None:
+def write_traces(folder: Path, schedule: str, stages_per_rank: int):
     """On every rank, a trace of two steps after the first."""
     rank, mesh = dist.get_rank(), f"pp={dist.get_world_size()}"
     with strategy_of(in_stages("tp", mesh, MODEL, schedule)) as strategy:
@@ -34,7 +34,7 @@ def write_traces(folder: Path, schedule: str, stages_per_rank: int) -> None:
         profiler.export_chrome_trace(str(folder / f"rank_{rank}.json"))
 
 
-def test_a_profile_names_each_action(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_profile_names_each_action(ranks: RankPool, tmp_path: Path):
     """And from these names the report knows what each rank did."""
     ranks.run(2, write_traces, tmp_path, "zb-h1", 1)
     shape = Shape(2, MICRO_BATCHES)
@@ -58,7 +58,7 @@ def test_a_profile_names_each_action(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_bubble_of_a_report_is_that_of_the_paper(name: str) -> None:
+def test_the_bubble_of_a_report_is_that_of_the_paper(name: str):
     shape = Shape(4, 8, 2 if name == "interleaved" else 1)
     paper = run_on_paper(lists_of(SCHEDULES[name], shape), shape)
     rows = [

@@ -23,7 +23,7 @@ RIGHT = ""
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.factor = nn.Linear(FEATURES, FEATURES), 0.5
         self.norm: nn.Module = nn.Identity()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """An embedding, four blocks and a head, as `change` leaves them and `run` calls them."""
 
-    def __init__(self, run: "Run", change: "Change | None") -> None:
+    def __init__(self, run: "Run", change: "Change | None"):
         super().__init__()
         self.embed = nn.Linear(FEATURES, FEATURES)
         self.layers: Any = nn.ModuleList(Block() for _ in range(4))
@@ -132,7 +132,7 @@ def unpacked(block: nn.Module, x: Tensor) -> Tensor:
 def standing(*indices: int, kind: Any = nn.ModuleList) -> Change:
     """Lets some of the blocks stand in the list several times."""
 
-    def change(model: Any) -> None:
+    def change(model: Any):
         layers = [model.layers[index] for index in indices]
         model.layers = kind(layers) if kind is nn.ModuleList else kind(*layers)
 
@@ -140,7 +140,7 @@ def standing(*indices: int, kind: Any = nn.ModuleList) -> Change:
 
 
 def sharing(*indices: int) -> Change:
-    def change(model: Any) -> None:
+    def change(model: Any):
         for index in indices:
             model.layers[index].linear.weight = model.layers[indices[0]].linear.weight
 
@@ -148,7 +148,7 @@ def sharing(*indices: int) -> Change:
 
 
 def batch_norm(*indices: int) -> Change:
-    def change(model: Any) -> None:
+    def change(model: Any):
         norm = nn.BatchNorm1d(FEATURES)
         for index in indices:
             model.layers[index].norm = norm
@@ -159,7 +159,7 @@ def batch_norm(*indices: int) -> Change:
 def last(name: str) -> Change:
     """Registers a module behind all others."""
 
-    def change(model: Any) -> None:
+    def change(model: Any):
         part = getattr(model, name)
         delattr(model, name)
         setattr(model, name, part)
@@ -167,7 +167,7 @@ def last(name: str) -> Change:
     return change
 
 
-def out_is_embed(model: Any) -> None:
+def out_is_embed(model: Any):
     del model.head
     model.out = model.embed
 
@@ -180,7 +180,7 @@ def known_as(**ways: Callable[[Any], Any]) -> Change:
 def forwards(forward: Callable[..., Any], knows: Callable[[Any], Any] = lambda model: None) -> Change:
     """Gives blocks another forward, which knows something of the model."""
 
-    def change(model: Any) -> None:
+    def change(model: Any):
         kind = type("Other", (Block,), {"forward": forward, "known": None})
         model.layers = nn.ModuleList(kind() for _ in range(4))
         for block in model.layers:
@@ -349,7 +349,7 @@ def outcomes(choice: str, schedule: str, cases: Sequence[str], evaluates: bool) 
 @pytest.mark.parametrize(
     "choice, schedule, evaluates", [("tp", "1f1b", False), ("zero3", "zb-h1", False), ("zero1", "gpipe", True)]
 )
-def test_it_is_right_or_refused(ranks: RankPool, choice: str, schedule: str, evaluates: bool) -> None:
+def test_it_is_right_or_refused(ranks: RankPool, choice: str, schedule: str, evaluates: bool):
     cases = [case for case in CASES if not evaluates or case not in NOT_EVALUATED]
     wrong = []
     for found in ranks.run(2, outcomes, choice, schedule, cases, evaluates):

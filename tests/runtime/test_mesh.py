@@ -18,7 +18,7 @@ degrees = st.fixed_dictionaries({"dp": st.integers(1, 5), "tp": st.integers(1, 4
 
 
 @given(degrees)
-def test_ranks_and_coordinates(given_degrees: dict[str, int]) -> None:
+def test_ranks_and_coordinates(given_degrees: dict[str, int]):
     mesh = Mesh({name: given_degrees[name] for name in ("dp", "tp")})
     places = [tuple(mesh.coordinates(rank).values()) for rank in range(mesh.size)]
     assert len(set(places)) == mesh.size == mesh.data_size * mesh.model_size
@@ -30,7 +30,7 @@ def test_ranks_and_coordinates(given_degrees: dict[str, int]) -> None:
         assert list(parsed.degrees.items()) == list(mesh.degrees.items())
 
 
-def test_a_mesh_must_fit_the_ranks() -> None:
+def test_a_mesh_must_fit_the_ranks():
     mesh = Mesh.parse("dp=2,tp=4")
     mesh.require_ranks(8, 4)
     with pytest.raises(UserError, match="2 x 4 = 8 ranks, and the job has 6; change a degree, or start 8 ranks"):
@@ -39,7 +39,7 @@ def test_a_mesh_must_fit_the_ranks() -> None:
         mesh.require_ranks(8, 2)
 
 
-def test_plans_from_files(tmp_path: Path) -> None:
+def test_plans_from_files(tmp_path: Path):
     path = tmp_path / "plan.toml"
     path.write_text('"layers.*.wq" = { style = "column", heads = 8 }\n"layers.*.wo" = "row"\n')
     assert read_plan(path) == {"layers.*.wq": Column(heads=8), "layers.*.wo": Row()}
@@ -66,5 +66,5 @@ def of_two_meshes() -> list[list[float]]:
     return found
 
 
-def test_a_later_mesh_has_groups_of_its_own(ranks: RankPool) -> None:
+def test_a_later_mesh_has_groups_of_its_own(ranks: RankPool):
     assert ranks.run(4, of_two_meshes) == [[[2.0, 2.0], [2.0, 2.0]]] * 4

@@ -43,7 +43,7 @@ def run_here(settings: dict[str, Any]) -> str | None:
     return None
 
 
-def run_sharded(settings: dict[str, Any]) -> None:
+def run_sharded(settings: dict[str, Any]):
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     train_and_record(RunConfig.of(**settings), ranks, sharding.load)
 
@@ -59,7 +59,7 @@ def record_of(folder: Path, choice: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["bucket_ddp_async", "pytorch_ddp"])
-def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path: Path, choice: str) -> None:
+def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path: Path, choice: str):
     settings = {**TINY, "choice": choice, "output_dir": str(tmp_path), "profile_repeat": 1}
     assert ranks.run(2, run_here, settings) == [None, None]
     record = record_of(tmp_path, choice)
@@ -83,7 +83,7 @@ def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path: Path, cho
     require_documented(record, window.files[0])
 
 
-def require_documented(record: dict[str, Any], trace: Path) -> None:
+def require_documented(record: dict[str, Any], trace: Path):
     """Every field of the record, and every name of a trace that is not torch's."""
     fields = {
         *record,
@@ -108,7 +108,7 @@ def documented(page: str) -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", (DOCS / page).read_text(), re.MULTILINE)
 
 
-def test_evaluation_and_losses_do_not_depend_on_the_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_evaluation_and_losses_do_not_depend_on_the_number_of_ranks(ranks: RankPool, tmp_path: Path):
     records = []
     for world_size in (1, 3):
         settings = {
@@ -180,7 +180,7 @@ def yelp_settings(local: Path, output: Path, dataset: str = "parquet", model: st
 
 
 @each_row("dataset", ["saved", "reviews.csv"])
-def test_local_model_and_data(ranks: RankPool, local: Path, tmp_path: Path, dataset: str) -> None:
+def test_local_model_and_data(ranks: RankPool, local: Path, tmp_path: Path, dataset: str):
     """Through the code that loads `yelp` from the hub; the saved model is bf16 and trains in fp32."""
     assert ranks.run(2, run_here, yelp_settings(local, tmp_path, dataset)) == [None, None]
     record = record_of(tmp_path, "flat_ddp")
@@ -188,7 +188,7 @@ def test_local_model_and_data(ranks: RankPool, local: Path, tmp_path: Path, data
     assert record["memory"][0]["parameters_bytes"] == 4 * record["parameters"]
 
 
-def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local: Path, tmp_path: Path) -> None:
+def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local: Path, tmp_path: Path):
     """The adapter that the run leaves, on the saved model, gives the loss that the run found on held-out samples."""
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
@@ -218,7 +218,7 @@ def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local: Path
     assert loss == pytest.approx(record["eval"]["loss"], rel=1e-5)
 
 
-def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, local: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, local: Path, tmp_path: Path):
     """What is found once torch is there; before: `tests/mistakes.toml`."""
     tiny = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path)}
     for settings, expected in (
@@ -232,7 +232,7 @@ def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, local: Path, tmp_p
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full")
-def test_a_full_disk_is_said_and_leaves_earlier_results(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_leaves_earlier_results(ranks: RankPool, tmp_path: Path):
     settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path)}
     ranks.run(2, run_here, settings)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -266,7 +266,7 @@ def fail_on_one_rank(failing: int) -> str:
     return caught.typename
 
 
-def test_no_rank_waits_for_one_that_failed(ranks: RankPool) -> None:
+def test_no_rank_waits_for_one_that_failed(ranks: RankPool):
     assert ranks.run(2, fail_on_one_rank, 0) == ["KeyError", "UserError"]
     assert ranks.run(2, fail_on_one_rank, 1) == ["UserError", "KeyError"]
 
@@ -274,7 +274,7 @@ def test_no_rank_waits_for_one_that_failed(ranks: RankPool) -> None:
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
-def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> None:
+def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int):
     """Pretend to be rank 1 of `local_ranks` under torchrun on a machine with `gpus` GPUs."""
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
@@ -304,7 +304,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> 
 )
 def test_device_and_backend(
     monkeypatch: pytest.MonkeyPatch, gpus: int, flags: dict[str, str], expected: tuple[str, str] | str
-) -> None:
+):
     on_machine(monkeypatch, gpus, local_ranks=2)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
@@ -316,7 +316,7 @@ def test_device_and_backend(
 
 def test_a_run_without_torchrun_says_how_to_start_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     on_machine(monkeypatch, gpus=0, local_ranks=1)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name)
@@ -328,7 +328,7 @@ def test_a_run_without_torchrun_says_how_to_start_it(
     assert said.endswith("torchrun --standalone --nproc_per_node=2 main_ddp.py --lr 1\n") and said.count("\n") == 1
 
 
-def test_dropout_differs_between_ranks_and_is_repeatable() -> None:
+def test_dropout_differs_between_ranks_and_is_repeatable():
     masks = []
     for rank in (0, 1, 0):
         seed_everything(3, rank)

@@ -80,13 +80,13 @@ def expected(name: str) -> Outcome:
     return in_one_process(ARCHITECTURES[name], 2)
 
 
-def check(ranks: RankPool, choice: str, names: Iterable[str]) -> None:
+def check(ranks: RankPool, choice: str, names: Iterable[str]):
     for name in names:
         assert_equal(name, ranks.run(2, train, name, choice), expected(name), ARCHITECTURES[name].tolerance)
 
 
 @in_own_loops
-def test_three_steps(ranks: RankPool, choice: str) -> None:
+def test_three_steps(ranks: RankPool, choice: str):
     """Of one architecture, in turn; zero3 also of T5, whose blocks hand on a tensor that the first one made."""
     names = list(ARCHITECTURES)[NAMES.index(choice) % len(ARCHITECTURES) :][:1]
     check(ranks, choice, ["T5", *names] if choice == "zero3" else names)
@@ -94,5 +94,5 @@ def test_three_steps(ranks: RankPool, choice: str) -> None:
 
 @pytest.mark.exhaustive
 @in_own_loops
-def test_three_steps_of_all(ranks: RankPool, choice: str) -> None:
+def test_three_steps_of_all(ranks: RankPool, choice: str):
     check(ranks, choice, ARCHITECTURES)

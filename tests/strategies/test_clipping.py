@@ -16,6 +16,6 @@ def clip_ones(max_norm: float) -> list[float]:
     return [norm.item(), *part.tolist()]
 
 
-def test_only_a_larger_norm_is_scaled(ranks: RankPool) -> None:
+def test_only_a_larger_norm_is_scaled(ranks: RankPool):
     assert ranks.run(2, clip_ones, 3.0) == [[2.0, 1.0, 1.0]] * 2
     assert ranks.run(2, clip_ones, 1.0) == [pytest.approx([2.0, 0.5, 0.5], rel=1e-5)] * 2

@@ -26,7 +26,7 @@ def rounded_by_both() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return averages
 
 
-def test_the_rounded_all_reduce_is_pytorchs_bit_by_bit(ranks: RankPool) -> None:
+def test_the_rounded_all_reduce_is_pytorchs_bit_by_bit(ranks: RankPool):
     for of_rank in ranks.run(3, rounded_by_both):
         for mine, torchs in of_rank:
             assert torch.equal(mine, torchs) and mine.abs().sum() > 0
@@ -42,7 +42,7 @@ def futures_asked_for(case: Case) -> int:
 
 
 @each_row("name", [name for name in ddp.CHOICES if ddp.REGISTRY.location(name).startswith("ddp.")])
-def test_no_hand_written_choice_asks_for_a_future(ranks: RankPool, name: str) -> None:
+def test_no_hand_written_choice_asks_for_a_future(ranks: RankPool, name: str):
     """With torch's `nccl` the compute stream waits for a collective when its future is asked for (docs/cuda.md)."""
     for options in ({}, {"reduce_dtype": "bf16"}, {"compress": "int8"}):
         case = Case(name, "tied", options=options)

@@ -65,7 +65,7 @@ def trained(
         return numbers, strategy.full_state_dict()
 
 
-def all_trained(choice: str) -> None:
+def all_trained(choice: str):
     for options in [{}, *OPTIONS.get(choice, [])]:
         numbers, state = trained(choice, options, nullcontext)
         for name, around in AROUND.items():
@@ -84,6 +84,6 @@ def all_trained(choice: str) -> None:
 
 
 @over_own_loops
-def test_defaults_of_torch(ranks: RankPool, choice: str) -> None:
+def test_defaults_of_torch(ranks: RankPool, choice: str):
     """Bitwise; and a model that is in the default dtype trains in that precision, as in one process."""
     ranks.run(2, all_trained, choice)

@@ -33,7 +33,7 @@ def nonfinite_gradient(layer: int) -> str:
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_bad_gradient_stops_early_updates(ranks: RankPool, layer: int) -> None:
+def test_a_bad_gradient_stops_early_updates(ranks: RankPool, layer: int):
     for message in ranks.run(2, nonfinite_gradient, layer):
         assert "on rank 1" in message and "parameters of earlier buckets are updated already" in message
 
@@ -43,20 +43,20 @@ def clip_early_updates() -> str:
     return message_of(UnsupportedError, strategy.clip_grad_norm_, 1.0)
 
 
-def test_early_updates_cannot_be_clipped(ranks: RankPool) -> None:
+def test_early_updates_cannot_be_clipped(ranks: RankPool):
     assert all("cannot be clipped" in message for message in ranks.run(2, clip_early_updates))
 
 
 class CountsByGroup(torch.optim.SGD):
     """Keeps a count of steps for a whole group, as some optimizers do."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None):  # type: ignore[override]
         super().step(closure)
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
 
 
-def test_an_optimizer_that_counts_by_group_is_refused() -> None:
+def test_an_optimizer_that_counts_by_group_is_refused():
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = CountsByGroup(parameters, lr=0.1)
     with (

@@ -28,7 +28,7 @@ class NotHereYet(ReadLater):
     now = 0
     ages: ClassVar[list[int]] = []
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor):
         super().__init__(tensor.clone())
         self.is_here, self._made = False, NotHereYet.now
 
@@ -42,7 +42,7 @@ def reads_late(strategy: Strategy) -> Iterator[list[int]]:
     """Within this context. Yields how many optimizer steps old each value is when the host reads it."""
     NotHereYet.now, NotHereYet.ages = 0, []
 
-    def count(*_: Any) -> None:
+    def count(*_: Any):
         NotHereYet.now += 1
 
     with (
@@ -59,7 +59,7 @@ def step_of(index: int, overflows: bool = False) -> StepData:
     return StepData(4, [batch])
 
 
-def train_late_and_in_time(choice: str, options: dict[str, Any]) -> None:
+def train_late_and_in_time(choice: str, options: dict[str, Any]):
     """The same losses, scales and parameters; the host reads nothing of the step in which it is."""
     ends = []
     for is_late in (True, False):
@@ -67,7 +67,7 @@ def train_late_and_in_time(choice: str, options: dict[str, Any]) -> None:
         strategy.module.train()
         seen: list[tuple[int, int]] = []
 
-        def on_step(result: Any, strategy: Strategy = strategy, seen: list[tuple[int, int]] = seen) -> None:
+        def on_step(result: Any, strategy: Strategy = strategy, seen: list[tuple[int, int]] = seen):
             seen.append((len(result.loss), strategy.optimizer_steps))
 
         steps = [step_of(index, bool(options) and index == 2) for index in range(STEPS)]
@@ -89,7 +89,7 @@ def train_late_and_in_time(choice: str, options: dict[str, Any]) -> None:
 
 
 @for_each_choice
-def test_reading_late_changes_nothing(ranks: RankPool, choice: str) -> None:
+def test_reading_late_changes_nothing(ranks: RankPool, choice: str):
     for options in ({}, {"precision": "fp16", "loss_scale": 2.0**10, "growth_interval": 2}):
         if not (options and choice.startswith("deepspeed")):
             ranks.run(2, train_late_and_in_time, choice, options)
@@ -117,7 +117,7 @@ def diverge_late(choice: str, what: str, optimizer: str) -> tuple[str, bool]:
 
 
 @each_row("choice", ["simple_ddp", "bucket_ddp_async", "pytorch_ddp", "zero1", "zero2", "zero3", "pytorch_zero3"])
-def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice: str) -> None:
+def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice: str):
     for what, optimizer in (("the loss", "fused"), ("a gradient", "sgd")):
         for message, unchanged in ranks.run(2, diverge_late, choice, what, optimizer):
             assert f"step 1: {what} is not finite on rank 1; no parameter is updated yet" in message

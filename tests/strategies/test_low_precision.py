@@ -20,7 +20,7 @@ from tests.tables import each_row
 class Block(nn.Module):
     """Two linear layers. Autocast does not simply cast the weight of the second: see `kind`."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str):
         super().__init__()
         self.kind, self.one, self.two = kind, nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
         if kind in ("bfloat16", "float64"):
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Casts(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str):
         super().__init__()
         self.blocks = nn.ModuleList(Block(kind) for _ in range(3))
 
@@ -77,7 +77,7 @@ def copies_in_use(model: str, by_autocast: bool, precision: str) -> tuple[dict[s
     "model, precision",
     [*((model, "bf16") for model in BUILD if model != "llama"), ("llama", "fp16"), ("used twice", "fp16")],
 )
-def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model: str, precision: str) -> None:
+def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model: str, precision: str):
     """After forward those of the last block are there. The results are bitwise those of autocast's own copies."""
     linear = sum(layer.weight.numel() for layer in BUILD[model]().modules() if isinstance(layer, nn.Linear))
     by_autocast, _ = ranks.run(2, copies_in_use, model, True, precision)[0]
@@ -95,5 +95,5 @@ def weight_after_an_error() -> bool:
     return any("weight" in vars(layer) for layer in module.modules())
 
 
-def test_an_error_in_a_block_leaves_no_copy_in_a_parameters_place(ranks: RankPool) -> None:
+def test_an_error_in_a_block_leaves_no_copy_in_a_parameters_place(ranks: RankPool):
     assert ranks.run(2, weight_after_an_error) == [False, False]

@@ -35,7 +35,7 @@ def survive_a_nan(name: str, offload: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 @each_row("name, what", CASES)
-def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name: str, what: str) -> None:
+def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name: str, what: str):
     before, after = ranks.run(2, survive_a_nan, name, what)[0]
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
@@ -49,7 +49,7 @@ class OneDevice(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_gradients_on_the_host_are_clipped_and_judged_with_what_is_on_the_device() -> None:
+def test_gradients_on_the_host_are_clipped_and_judged_with_what_is_on_the_device():
     """As FSDP2 keeps them on a GPU, which this pretends to have."""
     device = torch.device("cuda", 0)
     with FakeTensorMode(), OneDevice(), mock.patch.object(dist, "all_reduce"):
@@ -68,7 +68,7 @@ def open_files(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_folders(ranks: RankPool, tmp_path: Path) -> None:
+def test_folders(ranks: RankPool, tmp_path: Path):
     (tmp_path / "file").write_text("")
     for said in ranks.run(2, open_files, tmp_path / "folder"):
         assert said == f"--offload: cannot write into {tmp_path / 'file'}: File exists"

@@ -44,7 +44,7 @@ def updated(make: Any, pieces: list[Tensor], gradients: list[list[Tensor]]) -> T
 
 
 @each_row("name", MAKERS)
-def test_what_is_taken_is_elementwise(name: str) -> None:
+def test_what_is_taken_is_elementwise(name: str):
     """It moves each element of a matrix as far as in flat pieces, from gradients of all sizes."""
     generator = torch.Generator().manual_seed(0)
     whole, *gradients = torch.randn(7, 4, 6, generator=generator, dtype=torch.float64)
@@ -68,11 +68,11 @@ class ClipsAll(torch.optim.SGD):
 class Lion(torch.optim.Optimizer):
     """A user's own, which is elementwise but for the decay of matrices."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params: Any, lr: float):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None):  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(group["lr"] * (p.grad.sign() + 0.1 * p * (p.ndim >= 2)))
@@ -87,7 +87,7 @@ def with_a_step(ps: Any, lr: float) -> torch.optim.Optimizer:
 def with_a_hook(ps: Any, lr: float, is_behind: bool = False) -> torch.optim.Optimizer:
     """That sees what the optimizer holds by then."""
 
-    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def clip(optimizer: torch.optim.Optimizer, *_: Any):
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
 
     optimizer = torch.optim.SGD(ps, lr=lr)
@@ -108,7 +108,7 @@ OTHERS: dict[str, Any] = {
 
 
 @each_row("name", OTHERS)
-def test_others_are_refused_unless_somebody_vouches(name: str) -> None:
+def test_others_are_refused_unless_somebody_vouches(name: str):
     """They may compute something else from a piece than from the whole (TRAPS 15)."""
     optimizer = OTHERS[name](list(parameters().values()), lr=0.1)
     with pytest.raises(UnsupportedError, match="is not known to work on each element by itself"):
@@ -128,18 +128,18 @@ def trained(name: str, kind: type[torch.optim.SGD]) -> dict[str, Tensor]:
 
 
 @each_row("name", ["zero2", "zero3", "pytorch_zero3"])
-def test_what_somebody_vouches_for_is_cut(ranks: RankPool, name: str) -> None:
+def test_what_somebody_vouches_for_is_cut(ranks: RankPool, name: str):
     (found, _), (wanted, _) = (ranks.run(2, trained, name, kind) for kind in (Plain, torch.optim.SGD))
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items()) and found
 
 
-def halved(optimizer: torch.optim.Optimizer, given: dict[str, nn.Parameter]) -> None:
+def halved(optimizer: torch.optim.Optimizer, given: dict[str, nn.Parameter]):
     """As on a rank that has the second half of the first two parameters, and nothing of the others."""
     parts = {p: Part(nn.Parameter(p.detach().view(-1)[7:].clone()), 7) for p in list(given.values())[:2]}
     require_given_up(hand_over(optimizer, parts), given)
 
 
-def test_parts_take_groups_names_attributes_and_states() -> None:
+def test_parts_take_groups_names_attributes_and_states():
     given = parameters()
     groups = [{"params": [("p1", given["p1"]), ("p7", given["p7"])], "lr": 0.5}, {"params": [("p0", given["p0"])]}]
     optimizer = torch.optim.Adagrad(groups, initial_accumulator_value=2.0)
@@ -179,7 +179,7 @@ def with_copies(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
         (with_copies, "copies values of parameters into its state slow"),
     ],
 )
-def test_what_keeps_whole_parameters_is_refused(make: Any, said: str) -> None:
+def test_what_keeps_whole_parameters_is_refused(make: Any, said: str):
     given = parameters()
     with pytest.raises(UnsupportedError, match=said):
         halved(make(list(given.values())), given)

@@ -37,7 +37,7 @@ class Answer:
 class Net(nn.Module):
     """Takes a positional and a keyword argument, answers with a dataclass, knows no loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(FEATURES, 8)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
@@ -80,7 +80,7 @@ def updates(choice: str) -> tuple[Tensor, Tensor]:
 
 
 @each_row("name", ["zero1", "zero2"])
-def test_a_list_of_parameters_is_updated_as_by_the_optimizer(ranks: RankPool, name: str) -> None:
+def test_a_list_of_parameters_is_updated_as_by_the_optimizer(ranks: RankPool, name: str):
     for found, wanted in ranks.run(2, updates, name):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
@@ -150,14 +150,14 @@ def reads_gradients(choice: str, is_wrong: bool) -> dict[str, Tensor]:
 
 
 @each_row("name", ["zero1", "zero2", "zero3"])
-def test_gradients_in_shards_are_not_read_in_silence(ranks: RankPool, name: str) -> None:
+def test_gradients_in_shards_are_not_read_in_silence(ranks: RankPool, name: str):
     found, expected = (ranks.run(2, reads_gradients, name, is_wrong)[0] for is_wrong in (True, False))
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor), key
 
 
 @over_own_loops
-def test_misuse_is_said(ranks: RankPool, choice: str) -> None:
+def test_misuse_is_said(ranks: RankPool, choice: str):
     check_messages(ranks, 2, misuse, choice)
     check_messages(ranks, 2, wrong_optimizers, choice)
 
@@ -218,7 +218,7 @@ def saved(module: nn.Module) -> io.BytesIO:
     return io.BytesIO(file.getvalue())
 
 
-def build_over(module: nn.Module, choice: str) -> None:
+def build_over(module: nn.Module, choice: str):
     load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
 
 
@@ -227,7 +227,7 @@ def refuses_given(choice: str) -> dict[str, str]:
 
 
 @over_own_loops
-def test_what_a_loop_does_to_the_module(ranks: RankPool, choice: str) -> None:
+def test_what_a_loop_does_to_the_module(ranks: RankPool, choice: str):
     check_messages(ranks, 2, in_ones_hands, choice)
     if choice in ("pytorch_zero2", "pytorch_zero3"):  # whose parameters are not there after forward
         return
@@ -238,7 +238,7 @@ def test_what_a_loop_does_to_the_module(ranks: RankPool, choice: str) -> None:
         check_messages(ranks, 2, refuses_given, choice)
 
 
-def dropped(choice: str) -> None:
+def dropped(choice: str):
     strategy = build_and_step(Case(choice))
     held = [weakref.ref(strategy), *map(weakref.ref, strategy.module.parameters())]
     del strategy
@@ -247,7 +247,7 @@ def dropped(choice: str) -> None:
 
 
 @over_own_loops
-def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice: str) -> None:
+def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice: str):
     """With its parameters, of which C++ holds hooks."""
     ranks.run(2, dropped, choice)
 
@@ -265,7 +265,7 @@ def stands_still(ahead: int) -> str:
     return said.getvalue()
 
 
-def test_the_rank_that_is_behind_is_named(ranks: RankPool) -> None:
+def test_the_rank_that_is_behind_is_named(ranks: RankPool):
     said, by_others = ranks.run(2, stands_still, 1)
     assert "rank 1 is behind: it has done 2 steps and begun 2 micro-batches of the next, and rank 0 2 and 3" in said
     assert said.count("\n") == 1 and by_others == ""

@@ -50,13 +50,13 @@ def add_small_values(choice: str) -> tuple[list[float], list[float]]:
 
 
 @each_row("choice", CASTING)
-def test_small_updates_are_not_rounded_away(ranks: RankPool, choice: str) -> None:
+def test_small_updates_are_not_rounded_away(ranks: RankPool, choice: str):
     (weights, _), _ = ranks.run(2, add_small_values, choice)
     assert weights == pytest.approx([LARGE + 4 * SMALL], abs=SMALL / 4)
 
 
 @each_row("saves, loads", [("zero1", "zero3"), ("zero3", "pytorch_zero2"), ("pytorch_zero3", "zero2")])
-def test_any_choice_goes_on_bitwise(ranks: RankPool, tmp_path: Path, saves: str, loads: str) -> None:
+def test_any_choice_goes_on_bitwise(ranks: RankPool, tmp_path: Path, saves: str, loads: str):
     cases = [Case(name, "llama", options=BF16, optimizer="adam") for name in (saves, loads)]
     wanted, state = (
         ranks.run(2, function, case, tmp_path / "saved")[0]
@@ -83,7 +83,7 @@ def overflow_for_ever(choice: str) -> tuple[str, bool]:
 
 
 @each_row("name", ["simple_ddp", "zero3", "pytorch_zero2"])
-def test_what_no_scale_cures_is_an_error(ranks: RankPool, name: str) -> None:
+def test_what_no_scale_cures_is_an_error(ranks: RankPool, name: str):
     for message, unchanged in ranks.run(2, overflow_for_ever, name):
         assert "step 2: the loss is not finite on rank 1; no parameter is updated yet; " in message
         assert "so it stays at every loss scale, which has fallen to 0.5" in message and unchanged
@@ -92,7 +92,7 @@ def test_what_no_scale_cures_is_an_error(ranks: RankPool, name: str) -> None:
 def forget_to_scale(choice: str) -> str:
     strategy = built(choice, precision="fp16")
 
-    def unscaled() -> None:
+    def unscaled():
         with strategy.micro_batch():
             strategy(**make_batch("plain", 2, 0)).loss.backward()
 
@@ -100,7 +100,7 @@ def forget_to_scale(choice: str) -> str:
 
 
 @in_own_loops
-def test_a_loss_that_is_not_scaled(ranks: RankPool, choice: str) -> None:
+def test_a_loss_that_is_not_scaled(ranks: RankPool, choice: str):
     assert all("fp16 without scale_loss()" in said for said in ranks.run(2, forget_to_scale, choice))
 
 
@@ -115,11 +115,11 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def fp16(choice: str, module: Any) -> None:
+def fp16(choice: str, module: Any):
     built(choice, module, precision="fp16")
 
 
-def test_what_fp16_cannot_is_refused(ranks: RankPool) -> None:
+def test_what_fp16_cannot_is_refused(ranks: RankPool):
     check_messages(ranks, 2, refusals)
     for option in ({"overlap_optimizer": True}, {"compress": "int8"}):
         with pytest.raises(UserError, match="with --precision fp16: must be one or the other"):

@@ -46,15 +46,15 @@ def train_alone() -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 @each_row("choice", FAMILIES)
-def test_the_schedule_is_that_of_one_process(ranks: RankPool, choice: str) -> None:
+def test_the_schedule_is_that_of_one_process(ranks: RankPool, choice: str):
     check_schedule(ranks, choice, {})
 
 
-def test_parameters_updated_early_have_the_step_s_rate(ranks: RankPool) -> None:
+def test_parameters_updated_early_have_the_step_s_rate(ranks: RankPool):
     check_schedule(ranks, "bucket_ddp_async", {"overlap_optimizer": True, "bucket_cap_mb": 0.0003})
 
 
-def check_schedule(ranks: RankPool, choice: str, options: dict[str, object]) -> None:
+def check_schedule(ranks: RankPool, choice: str, options: dict[str, object]):
     wanted, rates = train_alone()
     results = ranks.run(2, train_scheduled, choice, options)
     for _, seen in results:
@@ -62,7 +62,7 @@ def check_schedule(ranks: RankPool, choice: str, options: dict[str, object]) -> 
     assert_close(results[0][0], wanted, 1e-5, "parameter")
 
 
-def straight_and_resumed(choice: str, folder: Path) -> None:
+def straight_and_resumed(choice: str, folder: Path):
     """Six scheduled steps without a stop, and with one after the fourth."""
     scheduled = {"schedule": "cosine", "warmup_steps": 2}
     strategy, straight = train_to(choice, STEPS, **scheduled)
@@ -75,5 +75,5 @@ def straight_and_resumed(choice: str, folder: Path) -> None:
 
 
 @each_row("choice", ["flat_ddp", "zero3", "pytorch_zero1"])
-def test_a_resumed_run_has_the_same_rates(ranks: RankPool, tmp_path: Path, choice: str) -> None:
+def test_a_resumed_run_has_the_same_rates(ranks: RankPool, tmp_path: Path, choice: str):
     ranks.run(2, straight_and_resumed, choice, tmp_path)

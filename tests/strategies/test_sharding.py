@@ -31,7 +31,7 @@ def sum_and_gather(elements: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @each_row("world_size", [1, 2, 3, 4])
-def test_collectives(ranks: RankPool, world_size: int) -> None:
+def test_collectives(ranks: RankPool, world_size: int):
     for elements in (1, 5, 1000):
         expected = torch.arange(elements * world_size, dtype=torch.float32) * sum(range(1, world_size + 1))
         for rank, (apart, in_place, whole) in enumerate(ranks.run(world_size, sum_and_gather, elements)):
@@ -51,7 +51,7 @@ def roots() -> tuple[list[list[int]], bool, bool]:
     return ranks, is_same and len(set(groups)) == len(groups), timeouts == {timedelta(seconds=77)}
 
 
-def test_each_root_has_a_group_of_its_own(ranks: RankPool) -> None:
+def test_each_root_has_a_group_of_its_own(ranks: RankPool):
     for members, are_kept, time_out in ranks.run(3, roots):
         assert members == 3 * [[0, 1, 2]] and are_kept and time_out
 
@@ -73,7 +73,7 @@ def groups_after_others() -> list[int]:
     return [group.size() for group in roots]
 
 
-def test_groups_of_roots_find_each_other_after_groups_that_not_all_ranks_joined(ranks: RankPool) -> None:
+def test_groups_of_roots_find_each_other_after_groups_that_not_all_ranks_joined(ranks: RankPool):
     assert ranks.run(3, groups_after_others) == 3 * [[3, 3, 3]]
 
 
@@ -100,7 +100,7 @@ def mistakes_with_zero3() -> dict[str, str]:
     }
 
 
-def test_mistakes_with_zero3_are_refused(ranks: RankPool) -> None:
+def test_mistakes_with_zero3_are_refused(ranks: RankPool):
     check_messages(ranks, 2, mistakes_with_zero3)
 
 
@@ -115,5 +115,5 @@ def unshardable(name: str) -> dict[str, str]:
 
 
 @each_row("name", ["zero1", "zero2", "zero3"])
-def test_what_cannot_be_sharded_is_refused_on_every_rank(ranks: RankPool, name: str) -> None:
+def test_what_cannot_be_sharded_is_refused_on_every_rank(ranks: RankPool, name: str):
     check_messages(ranks, 3, unshardable, name)

@@ -46,7 +46,7 @@ trap_of_own_loops = partial(trap, choices=IN_OWN_LOOPS)
 
 
 @pytest.mark.parametrize("choice", NAMES)
-def test_no_trap_is_fallen_into(ranks: RankPool, choice: str) -> None:
+def test_no_trap_is_fallen_into(ranks: RankPool, choice: str):
     """A failure says in which ones."""
     mine = [(name, function) for name, function, choices in TRAPS if choice in choices]
     each_row("name, trap", mine)(lambda name, trap: trap(ranks, choice))()  # type: ignore[misc]
@@ -63,7 +63,7 @@ def bucket_storage(cap_mb: float) -> tuple[bool, int]:
 
 
 @each_row("cap_mb", [25.0, 0.00001])
-def test_gradients_are_views_into_buckets_that_end_with_them(ranks: RankPool, cap_mb: float) -> None:
+def test_gradients_are_views_into_buckets_that_end_with_them(ranks: RankPool, cap_mb: float):
     assert ranks.run(2, bucket_storage, cap_mb) == [(True, 0)] * 2
 
 
@@ -79,7 +79,7 @@ def leave_no_sync(choice: str) -> tuple[bool, ...]:
 
 
 @trap_of_own_loops
-def no_sync_restores_after_an_exception(ranks: RankPool, choice: str) -> None:
+def no_sync_restores_after_an_exception(ranks: RankPool, choice: str):
     at_every_micro_batch = {"simple_ddp", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3"}
     assert ranks.run(2, leave_no_sync, choice) == [(False, choice in at_every_micro_batch, False, True, False)] * 2
 
@@ -87,12 +87,12 @@ def no_sync_restores_after_an_exception(ranks: RankPool, choice: str) -> None:
 # Failures that must be seen ------------------------------------------------------------------------------------------
 
 
-def poison(module: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+def poison(module: nn.Module, batch: dict[str, torch.Tensor]):
     """The gradient of the middle layer is NaN, where the module runs on `batch`."""
     seen: list[bool] = []
     module.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["x"] is batch["x"]), with_kwargs=True)
 
-    def hook(part: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+    def hook(part: nn.Module, arguments: Any, output: torch.Tensor):
         output.register_hook(lambda gradient: gradient * float("nan") if seen[-1] else gradient)
 
     module.get_submodule("net.2").register_forward_hook(hook)
@@ -115,7 +115,7 @@ def meet_nonfinite(choice: str, where: str, bad_rank: int, bad_micro_batch: int)
 
 
 @trap
-def nonfinite(ranks: RankPool, choice: str) -> None:
+def nonfinite(ranks: RankPool, choice: str):
     """Every rank stops before the optimizer step; the error names the rank and the step (TRAPS 10)."""
     for what, bad_rank, bad_micro_batch in (("the loss", 0, 1), ("a gradient", 1, 0)):
         for message, unchanged in ranks.run(2, meet_nonfinite, choice, what, bad_rank, bad_micro_batch):
@@ -125,10 +125,10 @@ def nonfinite(ranks: RankPool, choice: str) -> None:
             assert unchanged
 
 
-def fail_and_go_on(choice: str, where: str) -> None:
+def fail_and_go_on(choice: str, where: str):
     """A step that fails leaves state, answers and memory as they are, and one more step is as if it had not been."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any):
         raise RuntimeError("planted")
 
     def hold(strategy: Strategy) -> Any:
@@ -159,7 +159,7 @@ def fail_and_go_on(choice: str, where: str) -> None:
 
 
 @trap
-def a_failed_step_leaves_what_can_go_on(ranks: RankPool, choice: str) -> None:
+def a_failed_step_leaves_what_can_go_on(ranks: RankPool, choice: str):
     for where in ("forward", "backward"):
         ranks.run(2, fail_and_go_on, choice, where)
 
@@ -183,7 +183,7 @@ def refusals(choice: str) -> dict[str, str]:
 
 
 @trap
-def mistakes_are_refused_on_every_rank(ranks: RankPool, choice: str) -> None:
+def mistakes_are_refused_on_every_rank(ranks: RankPool, choice: str):
     """A first step without samples on a rank, a state or modules that differ, and what cannot be trained."""
     check_messages(ranks, 2, refusals, choice)
 
@@ -192,12 +192,12 @@ def unused_without_a_flag() -> str:
     return message_of(UnsupportedError, build_and_step, Case("pytorch_ddp", "branching"))
 
 
-def test_pytorch_ddp_says_what_to_do_about_unused_parameters(ranks: RankPool) -> None:
+def test_pytorch_ddp_says_what_to_do_about_unused_parameters(ranks: RankPool):
     for message in ranks.run(2, unused_without_a_flag):
         assert "spare.weight" in message and "--find-unused-parameters" in message
 
 
-def second_gradient(choice: str) -> None:
+def second_gradient(choice: str):
     """What is reduced during backward cannot take a second gradient, as another backward pass makes."""
     strategy = built(choice)
     refusal = pytest.raises(OneRankError, match="received a second gradient in one micro-batch")
@@ -208,14 +208,14 @@ def second_gradient(choice: str) -> None:
 
 
 @trap_of_own_loops
-def second_gradient_is_refused(ranks: RankPool, choice: str) -> None:
+def second_gradient_is_refused(ranks: RankPool, choice: str):
     ranks.run(2, second_gradient, choice)
 
 
 class OneElement(nn.Module):
     """The loss is the mean of scale * x."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
 
@@ -230,7 +230,7 @@ def gradient_of_one_element(choice: str) -> tuple[float, float]:
 
 
 @each_row("name", ddp.CHOICES)
-def test_fewer_elements_than_ranks(ranks: RankPool, name: str) -> None:
+def test_fewer_elements_than_ranks(ranks: RankPool, name: str):
     """Some ranks have no share of the gradients to look at (TRAPS 14). x is 0, 1 and 2 on the three ranks."""
     assert ranks.run(3, gradient_of_one_element, name) == [(1.0, 1.0)] * 3
 
@@ -239,7 +239,7 @@ def test_fewer_elements_than_ranks(ranks: RankPool, name: str) -> None:
 
 
 @trap
-def buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: str) -> None:
+def buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: str):
     """Broadcast at the start, each rank's own within a step, rank 0's again before the next (TRAPS 11, 12)."""
     found, wanted = (
         ranks.run(2, trained, Case(either, "normed", split=[[[4, 4], [4, 4]]] * 3))
@@ -263,12 +263,12 @@ def buffers_after_load(choice: str) -> bool:
 
 
 @trap_of_own_loops
-def loaded_buffers_are_on_every_rank(ranks: RankPool, choice: str) -> None:
+def loaded_buffers_are_on_every_rank(ranks: RankPool, choice: str):
     assert all(ranks.run(2, buffers_after_load, choice))
 
 
 @trap
-def full_state_continues_elsewhere(ranks: RankPool, choice: str) -> None:
+def full_state_continues_elsewhere(ranks: RankPool, choice: str):
     """Into another choice and another world size, as if nothing had happened (TRAPS 19)."""
     for model in ("tied", "odd"):
         others = [other for other in NAMES if (other, model) not in REFUSALS]

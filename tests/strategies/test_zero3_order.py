@@ -50,7 +50,7 @@ def then(run_again: Any, context: Any = torch.no_grad):
 def evaluates(*orders: tuple[int, ...]):
     """Without a graph; on each rank in its own order."""
 
-    def before(run: Run, module: nn.Module, step: int) -> None:
+    def before(run: Run, module: nn.Module, step: int):
         rank = 0 if isinstance(run, nn.Module) else dist.get_rank()
         with torch.no_grad():
             run(samples(7, 0, 0).x, orders[rank])
@@ -93,7 +93,7 @@ def functional(run: Run, batch: Samples) -> Tensor:
     return squared_error(lambda x: torch.func.functional_call(module, given, (x,)), batch)
 
 
-def block_by_itself(run: Run, module: Any, step: int) -> None:
+def block_by_itself(run: Run, module: Any, step: int):
     with torch.no_grad():
         module.blocks[2](torch.ones(2, 8))
 
@@ -124,7 +124,7 @@ AS_ONE_PROCESS = {
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_as_one_process(ranks: RankPool, world_size: int) -> None:
+def test_as_one_process(ranks: RankPool, world_size: int):
     for index, (name, case) in enumerate(AS_ONE_PROCESS.items()):
         if "rank" in name or index % 2 == world_size % 2:
             outcomes = ranks.run(world_size, trained, name)
@@ -161,7 +161,7 @@ def block_trains_by_itself(run: Run, batch: Samples) -> Tensor:
 class Keeps:
     """Trains with what a forward pass before the optimizer's step has answered, behind that step."""
 
-    def between(self, run: Run, module: nn.Module, step: int) -> None:
+    def between(self, run: Run, module: nn.Module, step: int):
         self.kept = run(samples(7, 0, 0).x).sum()
 
     def loss(self, run: Run, batch: Samples) -> Tensor:
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
 
 
 @each_row("name", REFUSED)
-def test_refused_on_every_rank(ranks: RankPool, name: str) -> None:
+def test_refused_on_every_rank(ranks: RankPool, name: str):
     for choice in ("zero1", "zero2", "zero3") if name == "a graph from before the step" else ("zero3",):
         for said in ranks.run(2, trained, name, choice):
             assert isinstance(said, str) and REFUSED[name][1] in said, f"{choice}: {said}"

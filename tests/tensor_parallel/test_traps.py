@@ -43,7 +43,7 @@ def threads_behind_meshes(choice: str) -> list[int]:
 
 
 @each_row("choice", ["tp", "zero3"])
-def test_groups_end_with_their_mesh(ranks: RankPool, choice: str) -> None:
+def test_groups_end_with_their_mesh(ranks: RankPool, choice: str):
     """Each has threads of its own over Gloo; the latest mesh's end with the caller's variables."""
     for threads in ranks.run(4, threads_behind_meshes, choice):
         assert threads[2] <= threads[1], threads
@@ -59,7 +59,7 @@ def break_a_gradient(choice: str) -> str:
 
 
 @each_row("choice", ["tp", "zero1", "zero3"])
-def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice: str) -> None:
+def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice: str):
     """Though no other rank has that part of the model, and its replica has another number."""
     for message in ranks.run(4, break_a_gradient, choice):
         assert "step 0: a gradient is not finite on rank 1;" in message
@@ -75,12 +75,12 @@ def draw(sequence_parallel: bool) -> dict[str, Any]:
         seen: dict[str, Any] = {}
 
         def keep(name: str) -> Any:
-            def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            def hook(module: Any, args: Any, output: torch.Tensor):
                 seen.setdefault(name, (output != 0).flatten(0, -2))
 
             return hook
 
-        def keep_state(*_: Any) -> None:
+        def keep_state(*_: Any):
             seen.setdefault("inside", torch.get_rng_state())
 
         body = strategy.module.transformer
@@ -94,7 +94,7 @@ def draw(sequence_parallel: bool) -> dict[str, Any]:
 
 
 @each_row("sequence_parallel", [False, True])
-def test_dropout(ranks: RankPool, sequence_parallel: bool) -> None:
+def test_dropout(ranks: RankPool, sequence_parallel: bool):
     """The same masks where ranks compute alike, others where they have their own heads or tokens, and afterwards all
     go on with the same numbers. Ranks with other samples have others everywhere."""
     first, second, *others = ranks.run(4, draw, sequence_parallel)
@@ -123,7 +123,7 @@ def cross_entropy(scale: float, dtype: torch.dtype, vocabulary: int) -> tuple[to
 
 
 @each_row("world_size, vocabulary", [(2, 10), (3, 10), (4, 5)])
-def test_cross_entropy(ranks: RankPool, world_size: int, vocabulary: int) -> None:
+def test_cross_entropy(ranks: RankPool, world_size: int, vocabulary: int):
     """Also of logits whose exponentials overflow, and over unequal parts."""
     for scale, dtype in ((1.0, torch.float32), (3e4, torch.float32), (5.0, torch.bfloat16)):
         for loss, expected, gradient, wanted in ranks.run(world_size, cross_entropy, scale, dtype, vocabulary):
@@ -135,7 +135,7 @@ def test_cross_entropy(ranks: RankPool, world_size: int, vocabulary: int) -> Non
 
 
 def refuse(mesh: str, model: str, plan: Any, wanted: str) -> str:
-    def cut() -> None:
+    def cut():
         with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
             module = build(model)
             parallelize(module, plan or plan_of(module, groups.mesh.model_size), groups, CPU, "--sequence" in wanted)
@@ -170,7 +170,7 @@ def refuse(mesh: str, model: str, plan: Any, wanted: str) -> str:
         ("adapted", {"blocks.*": Region(), "blocks.*.base": Column()}, "adapter.weight is in region blocks.0, where"),
     ],
 )
-def test_refused_by_name(ranks: RankPool, model: str, plan: Any, wanted: str) -> None:
+def test_refused_by_name(ranks: RankPool, model: str, plan: Any, wanted: str):
     for message in ranks.run(3, refuse, "tp=3", model, plan, wanted):
         assert wanted in message
 
@@ -213,6 +213,6 @@ def overflowing_on_one_rank(choice: str) -> list[tuple[bool, float, bool]]:
 
 
 @each_row("choice", ["tp", "zero3"])
-def test_an_overflow_in_one_part_skips_the_step_for_all(ranks: RankPool, choice: str) -> None:
+def test_an_overflow_in_one_part_skips_the_step_for_all(ranks: RankPool, choice: str):
     found = ranks.run(4, overflowing_on_one_rank, choice)
     assert found == [[(False, 16.0, False), (True, 8.0, True), (False, 8.0, False)]] * 4

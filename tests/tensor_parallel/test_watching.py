@@ -37,7 +37,7 @@ def step_on_mesh(differs: bool) -> str | None:
     return problem
 
 
-def test_ranks_with_parts_of_one_model_compare_what_they_issued(ranks: RankPool) -> None:
+def test_ranks_with_parts_of_one_model_compare_what_they_issued(ranks: RankPool):
     """Every rank raises the error, also those whose group is in order."""
     assert ranks.run(4, step_on_mesh, False) == [None] * 4
     (problem,) = set(ranks.run(4, step_on_mesh, True))
@@ -64,7 +64,7 @@ MESSAGES: dict[str, tuple[dict[int, RankReport], str]] = {
 
 
 @each_row("how", MESSAGES)
-def test_messages_name_ranks_with_their_places(how: str) -> None:
+def test_messages_name_ranks_with_their_places(how: str):
     reports, message = MESSAGES[how]
     ending = first_cause(reports, names=RankNames(MESH))
     assert str(ending.message).startswith(message)

@@ -68,7 +68,7 @@ def issued(paced: bool) -> tuple[list[tuple[str, str, float]], str]:
 
 
 @pytest.mark.parametrize("paced", [False, True])
-def test_each_call_is_of_its_group(ranks: RankPool, paced: bool) -> None:
+def test_each_call_is_of_its_group(ranks: RankPool, paced: bool):
     for rank, (seen, unmarked) in enumerate(ranks.run(4, issued, paced)):
         data, model = f"ranks {rank % 2},{rank % 2 + 2}, dp", f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}, tp"
         assert unmarked == ""
@@ -79,7 +79,7 @@ def test_each_call_is_of_its_group(ranks: RankPool, paced: bool) -> None:
         ]
 
 
-def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
+def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any):
     settings = {"train_samples": 40, "eval_samples": 8, "global_batch_size": 8}
     settings |= {"sequence_length": 8, "profile_wait": 1, "profile_repeat": 1, "mesh": mesh, "choice": choice}
     rank = dist.get_rank()
@@ -99,7 +99,7 @@ def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
 )
 def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(
     ranks: RankPool, tmp_path: Path, choice: str, mesh: str, expected: set[str]
-) -> None:
+):
     ranks.run(4, partial(train_on_mesh, **small_language(tmp_path)), str(tmp_path), mesh, choice)
     (window,) = find_windows(tmp_path / "profile" / f"{choice}@{Mesh.parse(mesh).label}")
     analysis = analyse_window(window)

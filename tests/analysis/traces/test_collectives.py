@@ -40,7 +40,7 @@ def scatters_of(rank: int, size: int, share: int, dtype: torch.dtype) -> list[An
     ]
 
 
-def scatters(rank: int, size: int) -> None:
+def scatters(rank: int, size: int):
     """Large and small, fp32 and fp64, of equal and of different lengths, all in flight together."""
     works = [
         *scatters_of(rank, size, 5000, torch.float32),
@@ -52,7 +52,7 @@ def scatters(rank: int, size: int) -> None:
         work.wait()
 
 
-def reductions_and_broadcasts(rank: int, size: int) -> None:
+def reductions_and_broadcasts(rank: int, size: int):
     works = [
         dist.reduce(torch.ones(elements), dst=elements % size, async_op=True) for elements in (1000, 4, 4, 9, 1000)
     ]
@@ -61,7 +61,7 @@ def reductions_and_broadcasts(rank: int, size: int) -> None:
         work.wait()
 
 
-def messages(rank: int, size: int) -> None:
+def messages(rank: int, size: int):
     """To the next rank and from the one before, two of each in flight."""
     after, before = (rank + 1) % size, (rank - 1) % size
     works = []
@@ -72,7 +72,7 @@ def messages(rank: int, size: int) -> None:
         work.wait()
 
 
-def coalesced_and_lists(rank: int, size: int) -> None:
+def coalesced_and_lists(rank: int, size: int):
     with dist._coalescing_manager(async_ops=True) as manager:
         dist.all_gather_into_tensor(torch.empty(5 * size), torch.ones(5))
         dist.all_gather_into_tensor(torch.empty(7 * size), torch.ones(7))
@@ -118,11 +118,11 @@ EXPECTED: dict[Callable[[int, int], None], Rows] = {
 
 
 @each_row(("body", "expected"), EXPECTED.items())
-def test_what_real_ranks_issue_is_read_back(ranks: RankPool, body: Callable[[int, int], None], expected: Rows) -> None:
+def test_what_real_ranks_issue_is_read_back(ranks: RankPool, body: Callable[[int, int], None], expected: Rows):
     assert ranks.run(SIZE, profiled, body) == [expected] * SIZE
 
 
-def test_a_span_from_before_the_window_goes_to_no_later_call() -> None:
+def test_a_span_from_before_the_window_goes_to_no_later_call():
     """An all-gather issued in the step before still runs when the window begins."""
     shape = {"Input Dims": [[5]], "Input type": ["float"]}
     events = [

@@ -52,7 +52,7 @@ def numbers(entry: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, f
             yield f"{before}{name}", value
 
 
-def test_what_is_measured_is_in_the_table_s_units(recorded: Path) -> None:
+def test_what_is_measured_is_in_the_table_s_units(recorded: Path):
     """Whatever the processor: bounds that a wrong unit, or a rate turned over, would miss by far."""
     found = dict(numbers(entry_in(recorded)))
     bounds = {
@@ -69,7 +69,7 @@ def test_what_is_measured_is_in_the_table_s_units(recorded: Path) -> None:
         assert least <= found[name] <= most, name
 
 
-def test_the_form_of_attention_is_read_from_two_lengths() -> None:
+def test_the_form_of_attention_is_read_from_two_lengths():
     lengths, form = (512, 1024, 4096), {"forward": 0.4, "backward": 0.3, "half": 375.0, "narrower": 0.5}
     parts = {
         (way, width, s): form[("forward", "backward")[way]] * s / (s + 375) * (width / 128) ** 0.5
@@ -97,7 +97,7 @@ def test_the_form_of_attention_is_read_from_two_lengths() -> None:
         ("link.latency_us", 1 / 3),
     ],
 )
-def test_a_plan_takes_every_field(field: str, less: float, recorded: Path, tmp_path: Path) -> None:
+def test_a_plan_takes_every_field(field: str, less: float, recorded: Path, tmp_path: Path):
     """A step takes longer where a rate is a third, or a latency thrice, of the file with rates that are given."""
     entry = entry_in(recorded) | {
         **{"flops": {"bfloat16": 1e11}, "bytes_per_s": 1e10, "elements_per_s": 1e9},
@@ -125,18 +125,18 @@ def step_of(entry: Mapping[str, Any], folder: Path) -> float:
     return simulate_step(planned.setting("bucket_ddp_async"), cluster, planned.costs).step_time_s
 
 
-def test_the_link_of_the_ranks_that_measure(ranks: RankPool) -> None:
+def test_the_link_of_the_ranks_that_measure(ranks: RankPool):
     for of_rank in ranks.run(2, card.link_entry, CPU, 2**22):
         assert 1e6 < of_rank["bytes_per_s"] < 1e12 and 0 < of_rank["latency_us"] < 1e6
 
 
-def test_the_table_has_the_form_of_a_file() -> None:
+def test_the_table_has_the_form_of_a_file():
     for key, entry in table()["devices"].items():
         if key != "cpu":  # whose memory is the machine's
             fitted(filled(entry), Entry, key, "entry")
 
 
-def test_a_file_may_be_like_an_entry(tmp_path: Path) -> None:
+def test_a_file_may_be_like_an_entry(tmp_path: Path):
     path = tmp_path / "own.toml"
     path.write_text('[devices.mine]\nlike = "H100"\nmemory_mib = 1024\nsource = "me"\n')
     mine, h100 = hardware.cluster(f"2x8x{path}", between="ndr"), hardware.cluster("2x8xH100", between="ndr")

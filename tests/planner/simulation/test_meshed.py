@@ -91,7 +91,7 @@ def test_a_pretended_rank_does_what_a_real_one_does(
     micro_batches: int,
     sequence_parallel: bool,
     options: dict[str, Any],
-) -> None:
+):
     """Collectives by kind and group size; memory at rest and at the peak. Of ranks that hold experts some get more rows
     than others, so bytes of these and peaks are means."""
     more = {"mesh": mesh, "sequence_parallel": sequence_parallel, "clip_grad_norm": CLIP}
@@ -127,7 +127,7 @@ def known_of_load(strategy: Strategy) -> int:
     return storage_bytes(part for part in [*parts, strategy.verdict.load.tensor()] if isinstance(part, Tensor))
 
 
-def test_experts_in_one_kernel_compute_what_a_loop_does() -> None:
+def test_experts_in_one_kernel_compute_what_a_loop_does():
     """A GPU's kernel, of which torch counts no FLOPs, and products of a CPU, one for each expert. The host waits once
     for each layer."""
     flops, kernels = [], []
@@ -143,7 +143,7 @@ def test_experts_in_one_kernel_compute_what_a_loop_does() -> None:
     assert flops[0] == flops[1] and kernels == [0, 2 * 2 * 3]  # layers, products, with two gradients
 
 
-def test_groups_of_strided_ranks_use_the_link_between_nodes() -> None:
+def test_groups_of_strided_ranks_use_the_link_between_nodes():
     """On 2 nodes of 2 ranks, dp=2,tp=2: the ranks of tp are neighbours in a node, those of dp are in two nodes, whose
     link two such groups share."""
     link, slow = Link("fast", 0.0, 1e9), Link("slow", 0.0, 1e6)

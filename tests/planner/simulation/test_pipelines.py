@@ -37,7 +37,7 @@ class BlocksAlone:
 class Messages:
     """Messages take so long, and collectives no time."""
 
-    def __init__(self, latency_s: float = 0.0) -> None:
+    def __init__(self, latency_s: float = 0.0):
         self.latency_s = latency_s
 
     def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
@@ -69,7 +69,7 @@ def planned(
         ("interleaved", 2, 3, "tp"),
     ],
 )
-def test_equal_stages_take_what_they_take_on_paper(schedule: str, ranks: int, per_rank: int, choice: str) -> None:
+def test_equal_stages_take_what_they_take_on_paper(schedule: str, ranks: int, per_rank: int, choice: str):
     shape = Shape(ranks, MICRO_BATCHES, per_rank)
     on_paper = run_on_paper(lists_of(SCHEDULES[schedule], shape), shape)
     step = planned(schedule, ranks, choice, per_rank)
@@ -77,18 +77,18 @@ def test_equal_stages_take_what_they_take_on_paper(schedule: str, ranks: int, pe
     assert step.exposed_s / step.step_time_s == pytest.approx(on_paper.bubble)
 
 
-def test_messages_take_their_time_and_data_parallel_ranks_add_none() -> None:
+def test_messages_take_their_time_and_data_parallel_ranks_add_none():
     """In GPipe over two ranks the first message of each direction is waited for, and the others overlap."""
     plain, slow = planned("gpipe", 2), planned("gpipe", 2, latency_s=0.05, mesh="dp=2,")
     assert slow.step_time_s == pytest.approx(plain.step_time_s + 2 * 0.05)
 
 
-def test_a_model_that_no_pipeline_runs_has_no_plan() -> None:
+def test_a_model_that_no_pipeline_runs_has_no_plan():
     with pytest.raises(UserError, match=r"forward runs blocks\.2 of stage 1 before all"):
         simulate(setting("tp", "out of order", MICRO_BATCHES, mesh="pp=2"), cluster(2), COSTS)
 
 
-def test_schedules_differ_in_memory_as_on_paper() -> None:
+def test_schedules_differ_in_memory_as_on_paper():
     """GPipe holds the activations of all micro-batches, 1F1B those of two: of each, what the three blocks of the first
     rank take, and what they make: it is sent, and let go when its gradient has come."""
     gpipe, one_f_one_b = (planned(name, 2, samples=300) for name in ("gpipe", "1f1b"))
@@ -116,7 +116,7 @@ def peak_of_a_stage(mesh: str, schedule: str, choice: str, model: str, per_rank:
 )
 def test_the_peak_is_that_of_the_largest_real_rank(
     ranks: RankPool, mesh: str, schedule: str, choice: str, model: str, per_rank: int
-) -> None:
+):
     """Of the ranks that are simulated: the first along `tp`, whose parts may be smaller than others'."""
     size = Mesh.parse(mesh).size
     settings = {"mesh": mesh, "pipeline_schedule": schedule, "stages_per_rank": per_rank}

@@ -105,7 +105,7 @@ EVERY = [(choice, case, kind) for choice in CHOICES for case in range(len(CASES)
     ("choice", "case", "kind"),  # without those marked as exhaustive: every choice, every case and both kinds
     [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index % 17 > 0)) for index, one in enumerate(EVERY)],
 )
-def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case: int, kind: str) -> None:
+def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case: int, kind: str):
     model, micro_batches, options = CASES[case]
     one = setting(choice, model, micro_batches, clip_grad_norm=1.0, **options)
     simulation = Simulation(one, cluster(2 if kind == "cpu" else 5, kind), COSTS, rank=1)
@@ -126,7 +126,7 @@ def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case
     require_whole(step, simulation.observer)
 
 
-def require_whole(step: Simulated, observer: StepObserver) -> None:
+def require_whole(step: Simulated, observer: StepObserver):
     """A rank computes or waits; nothing overlaps itself; what overlaps cannot save more than the shorter of the two."""
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s)
     assert step.exposed_s <= step.communication_s + 1e-9
@@ -138,7 +138,7 @@ def require_whole(step: Simulated, observer: StepObserver) -> None:
         until_s = end
 
 
-def unknown(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
+def unknown(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]):
     inputs += tensors_in((*args, *kwargs.values()))
 
 
@@ -151,7 +151,7 @@ def unknown(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
         ("pytorch_zero3", {}),
     ],
 )
-def test_an_operator_that_ran_before_answers_as_it_did(choice: str, options: dict[str, Any]) -> None:
+def test_an_operator_that_ran_before_answers_as_it_did(choice: str, options: dict[str, Any]):
     one = replace(setting(choice, **options), make_module=llama_classifier, make_micro_batches=lambda: two_batches(3))
     with mock.patch.object(operators, "key_of", unknown):
         _, (expected, every) = observed(one, "cuda"), observed(one, "cuda")  # DTensor tries things out the first time
@@ -180,7 +180,7 @@ def real_memory(choice: str) -> dict[str, int]:
     "choice",
     [pytest.param(one, marks=[pytest.mark.exhaustive] * (one not in TRIED_AT_REST)) for one in CHOICES],
 )
-def test_resting_memory_is_what_real_ranks_hold(ranks: RankPool, choice: str) -> None:
+def test_resting_memory_is_what_real_ranks_hold(ranks: RankPool, choice: str):
     _, real = ranks.run(2, real_memory, choice)
     held = simulate(setting(choice), cluster(), COSTS, rank=1).memory.at_rest
     assert {component: held[component] for component in MODEL_STATES} == {name: real[name] for name in MODEL_STATES}
@@ -193,7 +193,7 @@ WIDE = 64
 class Square(torch.nn.Module):
     """Two layers whose parameters divide by 2 ranks, so that nothing is padded."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(FEATURES, WIDE, bias=False)
         self.last = torch.nn.Linear(WIDE, 2, bias=False)
@@ -202,7 +202,7 @@ class Square(torch.nn.Module):
         return SimpleNamespace(loss=(self.last(self.first(x)).sum(-1) - y).square().mean())
 
 
-def test_cuda_rounds_every_allocation() -> None:
+def test_cuda_rounds_every_allocation():
     held = simulated(setting("simple_ddp"), kind="cuda").memory.at_rest
     tensors = 6
     assert held["parameters"] == held["gradients"] == tensors * CUDA_BLOCK
@@ -246,7 +246,7 @@ TRIED_PEAKS = (
     ("choice", "options"),
     [pytest.param(*one, marks=[pytest.mark.exhaustive] * (one not in TRIED_PEAKS)) for one in PEAKS],
 )
-def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: str, options: dict[str, str]) -> None:
+def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: str, options: dict[str, str]):
     """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends. States of random generators are
     not: a block that is computed again keeps 5056 bytes for that of the CPU, which is nothing beside larger batches."""
     samples = 400 if "activation_checkpointing" in options else 3
@@ -256,7 +256,7 @@ def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: str, opti
     assert predicted - batch == pytest.approx(reached, rel=0.005)
 
 
-def test_what_is_offloaded_is_on_no_gpu_and_takes_the_host_s_time() -> None:
+def test_what_is_offloaded_is_on_no_gpu_and_takes_the_host_s_time():
     """Of `Square`, a rank's half of the states; the host moves at least what Adam reads and writes."""
     plain, offloaded = (
         simulated(replace(setting("zero3", offload=offload), make_module=Square), kind="cuda", seconds=0.0)
@@ -283,7 +283,7 @@ def gradient_seconds(calls: int) -> float:
 
 
 @each_row("kind", ["cpu", "cuda"])
-def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
+def test_simple_ddp_is_compute_plus_communication(kind: str):
     """On CUDA the first exchange, of tensors in host memory, takes what Gloo would inside a node."""
     step, observer = observed(setting("simple_ddp"), kind=kind)
     expected = gradient_seconds(6)
@@ -295,14 +295,14 @@ def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
     assert step.compute_s == pytest.approx(SECONDS * len(observer.computed))
 
 
-def test_what_overlaps_is_hidden() -> None:
+def test_what_overlaps_is_hidden():
     blocking, hidden = (simulated(setting(choice)) for choice in ("simple_ddp_hook", "simple_ddp_async"))
     assert blocking.compute_s == pytest.approx(hidden.compute_s)
     assert hidden.exposed_s < blocking.exposed_s - 3 * SECONDS
     assert simulated(setting("simple_ddp_async"), contention=1.5).compute_s > hidden.compute_s
 
 
-def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
+def test_fsdp_gathers_in_forward_beside_the_block_before():
     """Its streams wait for that block's copy out, not for the block: all gathers but the first two are hidden."""
     _, observer = observed(setting("pytorch_zero3", "llama"), kind="cuda", seconds=1e-2)
     forward = [(start, end) for _, phase, start, end in observer.computed if phase == "forward"]
@@ -342,7 +342,7 @@ class Fails(Square):
         (Fails, "^the model fails on the plan's samples: ValueError: all samples must end$"),
     ],
 )
-def test_models_that_cannot_run_without_data(make: Callable[[], nn.Module], said: str) -> None:
+def test_models_that_cannot_run_without_data(make: Callable[[], nn.Module], said: str):
     with pytest.raises(CannotSimulate, match=said):
         simulated(replace(setting("simple_ddp"), make_module=make))
 
@@ -370,5 +370,5 @@ def sum_of(group: dist.ProcessGroup | None) -> float:
     return ones.item()
 
 
-def test_real_ranks_go_on_after_simulations(ranks: RankPool) -> None:
+def test_real_ranks_go_on_after_simulations(ranks: RankPool):
     assert ranks.run(2, alive_around_simulations) == [0, 0]

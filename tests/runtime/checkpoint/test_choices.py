@@ -20,7 +20,7 @@ def choices() -> list[tuple[str, str]]:
     "choice",
     [pytest.param(one, marks=[] if one in OFTEN else pytest.mark.exhaustive) for one in choices()],
 )
-def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: str) -> None:
+def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: str):
     """Bitwise: parameters, optimizer, buffers, random numbers and losses of every rank."""
     in_background = choice in ("zero2", "simple_ddp", "pytorch_zero3")
     for straight, stopped, other in ranks.run(3, straight_and_stopped, choice, tmp_path, in_background):
@@ -29,7 +29,7 @@ def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: str) ->
 
 
 @pytest.mark.parametrize("name", ["bucket_ddp_async", "zero3"])
-def test_one_rank_asks_all_to_stop(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_one_rank_asks_all_to_stop(ranks: RankPool, tmp_path: Path, name: str):
     """All stop after the same step, which is saved, and go on from there as if nothing had happened."""
     (choice,) = [choice for choice in choices() if choice == name]
     for straight, stopped, steps, saved in ranks.run(2, straight_and_asked_to_stop, choice, tmp_path):
@@ -37,7 +37,7 @@ def test_one_rank_asks_all_to_stop(ranks: RankPool, tmp_path: Path, name: str) -
         assert stopped == straight
 
 
-def test_other_choices_and_other_numbers_of_ranks_resume(ranks: RankPool, tmp_path: Path) -> None:
+def test_other_choices_and_other_numbers_of_ranks_resume(ranks: RankPool, tmp_path: Path):
     """A relay: each leg resumes from what the one before has saved."""
     expected = ranks.run(2, losses, "simple_ddp", 16, tmp_path / "straight")[0]
     legs = [
@@ -53,7 +53,7 @@ def test_other_choices_and_other_numbers_of_ranks_resume(ranks: RankPool, tmp_pa
     assert relay(ranks, tmp_path, legs) == pytest.approx(expected, rel=1e-5)
 
 
-def test_odd_parameters_go_from_choice_to_choice(ranks: RankPool, tmp_path: Path) -> None:
+def test_odd_parameters_go_from_choice_to_choice(ranks: RankPool, tmp_path: Path):
     """Parameters that are 0-d, without elements, and of mixed dtypes."""
     expected = ranks.run(2, losses, "simple_ddp", 8, None, None, "odd")[0]
     legs = [

@@ -76,7 +76,7 @@ def fuzz(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_damaged_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
+def test_damaged_checkpoints(ranks: RankPool, tmp_path: Path):
     found = ranks.run(2, fuzz, tmp_path)[0]
     outcomes = Counter((what.split(":")[0], bool(said)) for what, said in found)
     assert outcomes[MANIFEST, True] > 25 and outcomes[MANIFEST, False] > 2, outcomes

@@ -40,7 +40,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"choice": "zero1", "no_profile": True, "checkpoint_every": 2, **lengths, **files}
 
 
-def run_on_mesh(settings: dict[str, Any]) -> None:
+def run_on_mesh(settings: dict[str, Any]):
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     config = RunConfig.of(**settings)
     with meshed(ranks, config.mesh) as on_mesh:
@@ -69,7 +69,7 @@ IN_STAGES["precision"] = "fp16"
 )
 def test_a_run_on_a_mesh_stops_and_resumes(
     ranks: RankPool, tmp_path: Path, settings: dict[str, Any], mesh: str, behind: str, changes: dict[str, Any]
-) -> None:
+):
     """On the same mesh bit for bit, random numbers included. On another one the model is the same."""
     on_mesh, label = {**settings, "mesh": mesh, **changes}, f"zero1@{behind}"
     ranks.run(4, run_on_mesh, {**on_mesh, "output_dir": str(tmp_path / "straight")})
@@ -117,7 +117,7 @@ def whole_parameters(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Cut
 
 def test_new_random_numbers_are_the_same_for_the_same_samples(
     ranks: RankPool, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+):
     """And the manifest says how parameters are cut, with which they are read without ranks."""
     plain = {**settings, "choice": "zero3", "output_dir": str(tmp_path / "plain"), "max_steps": 1}
     ranks.run(2, run_on_mesh, plain)

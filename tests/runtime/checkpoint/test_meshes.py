@@ -22,7 +22,7 @@ OVER_STAGES += ["zero1 on pp=2,tp=2", "zero2 on dp=2,pp=2", "another split"]
 OVER_EXPERTS = ["zero3 on dp=2,ep=2", "one rank", "zero1 on ep=4", "zero2 on ep=2,tp=2", "zero3 on dp=2,ep=2"]
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]):
     assert found.keys() == wanted.keys() and wanted
     for key, value in wanted.items():
         assert torch.equal(found[key], value), key
@@ -48,7 +48,7 @@ def elements_in(folder: Path) -> dict[str, int]:
         pytest.param("lm, long, gpt2", OVER_STAGES, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str, names: list[str]) -> None:
+def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str, names: list[str]):
     """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
     ((wanted, losses),) = ranks.run(1, straight, model, len(names))
     legs = []
@@ -67,7 +67,7 @@ def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str, names:
         torch.testing.assert_close(legs[-1].state_dict[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def alter(file: Path, cuts: str) -> None:
+def alter(file: Path, cuts: str):
     """Let a checkpoint say that its parameters are cut in another way."""
     with safe_open(str(file), "pt") as opened:
         texts = opened.metadata()
@@ -83,7 +83,7 @@ WRONG_CUTS = {
 }
 
 
-def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path: Path):
     ranks.run(2, run_leg, PLACES["zero3 on tp=2"], "lm, gpt2", 0, None, tmp_path / "saved")
     for cuts, expected in WRONG_CUTS.items():
         alter(tmp_path / "saved" / "rank_0.safetensors", cuts)

@@ -28,7 +28,7 @@ def records(folder: Path, choice: str) -> list[dict[str, Any]]:
     return [record for path in paths if (record := json.loads(path.read_text()))["ended"]["how"] == "completed"]
 
 
-def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path):
     """A run that stopped after step 3 of 6, where the first epoch ends, and once more after the last step."""
     steps = {**TINY, "train_samples": 20, "epochs": 2, "profile_wait": 0, "profile_warmup": 1, "profile_active": 1}
     straight = {**steps, "output_dir": str(tmp_path / "straight"), "no_profile": True}
@@ -52,7 +52,7 @@ def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.glob("step*")) == [f"step_{s:08d}" for s in (2, 3, 4, 6)]
 
 
-def test_error_feedback_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
+def test_error_feedback_is_not_saved(ranks: RankPool, tmp_path: Path):
     """And the resumed run says so."""
     settings = {**TINY, "compress": "int8", "no_profile": True, "output_dir": str(tmp_path), "checkpoint_every": 1}
     for more in ({"max_steps": 1}, {"max_steps": 2, "resume": "latest"}):
@@ -61,7 +61,7 @@ def test_error_feedback_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
     assert first["notes"] == [] and "without the error feedback of --compress int8" in resumed["notes"][0]
 
 
-def test_every_field_of_the_manifest_is_documented() -> None:
+def test_every_field_of_the_manifest_is_documented():
     text = (ROOT / "docs" / "checkpoints.md").read_text()
     documented = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
     content = msgspec.to_builtins(manifest(1, files={"rank_0.safetensors": {"bytes": 1, "crc32": 1}}))
@@ -100,7 +100,7 @@ def killed(choice: str, folder: Path, rank: int, *flags: str) -> subprocess.Comp
     )
 
 
-def assert_nothing_is_lost(choice: str, folder: Path, rank: int) -> None:
+def assert_nothing_is_lost(choice: str, folder: Path, rank: int):
     """The run resumes after step 4, and ends as if nothing had happened."""
     answer = killed(choice, folder, rank, "--checkpoint-every", "2")
     assert answer.returncode == 0 and "leaked" not in answer.stderr, answer.stderr
@@ -110,7 +110,7 @@ def assert_nothing_is_lost(choice: str, folder: Path, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool, tmp_path: Path):
     assert_nothing_is_lost("zero2", tmp_path, 1)
     straight = {**TINY, "choice": "bucket_ddp_async", "train_samples": 64, "eval_samples": 4, "no_profile": True}
     ranks.run(2, run_here, {**straight, "output_dir": str(tmp_path)})

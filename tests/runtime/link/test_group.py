@@ -34,7 +34,7 @@ def both_ways(choice: str) -> list[dict[str, Any]]:
 
 
 @each_row("choice", NAMES)
-def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice: str) -> None:
+def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice: str):
     for plain, paced in ranks.run(2, both_ways, choice):
         assert plain["loss"] == paced["loss"]
         for part in ("gradients", "state"):
@@ -89,7 +89,7 @@ LEAST_S = {  # of the rank that waits longest, with two ranks
 
 
 @each_row("kind", LEAST_S)
-def test_a_collective_takes_its_time_and_no_cpu(ranks: RankPool, kind: str) -> None:
+def test_a_collective_takes_its_time_and_no_cpu(ranks: RankPool, kind: str):
     found = ranks.run(2, timed, kind)
     assert max(end for _, end, *_ in found) >= LEAST_S[kind]
     for issued, end, was_done, is_right, cpu in found:
@@ -109,7 +109,7 @@ def many_in_flight() -> tuple[float, float]:
         return time.monotonic() - begin, len(works) * 8 * each.nbytes / link.bits_per_s
 
 
-def test_a_rank_far_ahead_still_pays_for_all(ranks: RankPool) -> None:
+def test_a_rank_far_ahead_still_pays_for_all(ranks: RankPool):
     for took, least in ranks.run(2, many_in_flight):
         assert took >= least
 
@@ -135,7 +135,7 @@ def sub_groups() -> tuple[list[float], bool]:
     return times, is_member
 
 
-def test_groups_that_are_made_later_are_paced(ranks: RankPool) -> None:
+def test_groups_that_are_made_later_are_paced(ranks: RankPool):
     first, second, third = ranks.run(3, sub_groups)
     for times, is_member in (first, second):
         assert times[0] >= BITS / SLOW.bits_per_s and not is_member
@@ -165,7 +165,7 @@ def missing_rank() -> list[str]:
     return said
 
 
-def test_what_fails_is_not_taken_for_done(ranks: RankPool) -> None:
+def test_what_fails_is_not_taken_for_done(ranks: RankPool):
     said, nothing = ranks.run(2, missing_rank)
     assert len(said) == 3 and nothing == [] and all("imed out" in each for each in said)
 
@@ -190,7 +190,7 @@ def exchanged() -> tuple[bool, bool, list[float], list[tuple[float, float]]]:
     return was_there, all(r.eq(10 * (1 - rank) + i).all() for i, r in enumerate(results)), times[:3], worked
 
 
-def test_messages_go_one_behind_the_other_and_both_ways_at_once(ranks: RankPool) -> None:
+def test_messages_go_one_behind_the_other_and_both_ways_at_once(ranks: RankPool):
     """Gloo moves them in the background, and each waits for its turn on the links."""
     for was_there, are_right, times, ((begin, end), (others_begin, others_end)) in ranks.run(2, exchanged):
         assert are_right and not was_there

@@ -18,13 +18,13 @@ RUN = {"workload": "mlp", "depth": 4, "width": 128, "train_samples": 96, "eval_s
 RUN |= {"bucket_cap_mb": 0.1, "link": LINK}
 
 
-def run_over_the_link(settings: dict[str, Any]) -> None:
+def run_over_the_link(settings: dict[str, Any]):
     with paced_groups(Link.parse(LINK)):
         run_sharded(settings) if "zero" in settings["choice"] else run_here(settings)
 
 
 @pytest.mark.parametrize("choice", ["bucket_ddp_async", pytest.param("pytorch_zero3", marks=pytest.mark.exhaustive)])
-def test_a_run_is_as_slow_as_its_link(ranks: RankPool, tmp_path: Path, choice: str) -> None:
+def test_a_run_is_as_slow_as_its_link(ranks: RankPool, tmp_path: Path, choice: str):
     ranks.run(2, run_over_the_link, {**RUN, "choice": choice, "output_dir": str(tmp_path)})
     (window,) = find_windows(tmp_path / "profile" / choice)
     analysis = analyse_window(window)

@@ -13,12 +13,12 @@ from tests.ranks import RankPool
 from tests.runtime.test_run import TINY, record_of, run_here
 
 
-def test_lists_of_ranks() -> None:
+def test_lists_of_ranks():
     assert ranks_in("0,1,8", "--x") == {0, 1, 8}
     assert ranks_in("0-3, 2,9-9", "--x") == {0, 1, 2, 3, 9}
 
 
-def test_only_the_chosen_ranks_leave_traces(ranks: RankPool, tmp_path: Path) -> None:
+def test_only_the_chosen_ranks_leave_traces(ranks: RankPool, tmp_path: Path):
     settings = {
         **TINY,
         "choice": "flat_ddp",

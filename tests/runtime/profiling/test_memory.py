@@ -25,7 +25,7 @@ from tests.tables import by_default
 # The formula ---------------------------------------------------------------------------------------------------------
 
 
-def test_expected_states_of_frozen_and_tied_parameters() -> None:
+def test_expected_states_of_frozen_and_tied_parameters():
     module = build("tied")
     module.middle.requires_grad_(False)
     size = ModelSize.of(module)
@@ -42,7 +42,7 @@ def held(parameters: int, gradients: int) -> dict[str, int]:
     return {"parameters": parameters, "gradients": gradients, "optimizer_state": 10, "buffers": 0}
 
 
-def test_a_timeline_worked_out_by_hand() -> None:
+def test_a_timeline_worked_out_by_hand():
     """Four samples of 1 ms each; between the second and the third 50 bytes come and go, which no sample sees."""
     ms = 1_000_000
     moments = [("start", held(4, 0)), ("layer", held(8, 0)), ("gradient of layer", held(8, 5)), ("end", held(4, 5))]
@@ -71,7 +71,7 @@ def test_a_timeline_worked_out_by_hand() -> None:
     }
 
 
-def test_thinning_keeps_every_peak() -> None:
+def test_thinning_keeps_every_peak():
     generator = torch.Generator().manual_seed(0)
     columns = {f"{name}_bytes": torch.randint(1000, (997,), generator=generator).tolist() for name in COMPONENTS}
     allocated = torch.randint(5000, (997,), generator=generator).tolist()
@@ -88,7 +88,7 @@ def report(ms: float, pointer: int, size: int, parent: Any) -> Any:
     return SimpleNamespace(start_time_ns=ms, extra_fields=fields, parent=parent)
 
 
-def test_a_workspace_is_what_an_operator_frees_itself() -> None:
+def test_a_workspace_is_what_an_operator_frees_itself():
     """A product's packed operand, and what it makes by an operator of its own, but neither its output nor what Python
     or a collective allocates and frees."""
     product, collective = (SimpleNamespace(name=n, end_time_ns=10, parent=None) for n in ("aten::mm", "c10d::scatter"))
@@ -124,7 +124,7 @@ def count_hooks(strategy: Any) -> int:
 
 
 @pytest.mark.parametrize("choice", by_default(NAMES, *FAMILIES))
-def test_a_recorded_step(ranks: RankPool, choice: str) -> None:
+def test_a_recorded_step(ranks: RankPool, choice: str):
     for answer in ranks.run(2, step_memory, choice, "llama", 2):
         recorded, rest = answer["recorded"], answer["rest"]
         timeline = recorded["timeline"]

@@ -32,20 +32,20 @@ def unfinished_at_window_end(choice: str) -> list[int]:
     strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], options_of(choice))
     announce, is_late = strategy.announce, dist.get_rank() == dist.get_world_size() - 1
 
-    def announce_late(*args: Any) -> None:
+    def announce_late(*args: Any):
         time.sleep(LATE_S if is_late and strategy.optimizer_steps + 1 in WINDOW_ENDS else 0)
         announce(*args)
 
     works: list[dist.Work] = []
 
-    def keep(call: Any) -> None:
+    def keep(call: Any):
         if call.name.name != "REDUCE_SCATTER_BASE":  # Gloo's handle of it never says that it is completed
             works.append(call.work)
 
     unfinished: list[int] = []
     stop_trace = profile.stop_trace
 
-    def observed_stop(profiler: profile) -> None:
+    def observed_stop(profiler: profile):
         unfinished.append(sum(not work.is_completed() for work in works))
         stop_trace(profiler)
 
@@ -73,7 +73,7 @@ def unfinished_at_window_end(choice: str) -> list[int]:
     "choice",
     [pytest.param(one, marks=[] if one in OFTEN else pytest.mark.exhaustive) for one in NAMES],
 )
-def test_nothing_is_in_flight_when_a_window_ends(ranks: RankPool, choice: str) -> None:
+def test_nothing_is_in_flight_when_a_window_ends(ranks: RankPool, choice: str):
     assert ranks.run(2, unfinished_at_window_end, choice) == [[0, 0], [0, 0]]
 
 
@@ -84,7 +84,7 @@ def steps_of_traces(folder: Path) -> list[int]:
 @each_row("wait, settling, expected", [(1, 5, [6, 9]), (4, 5, [6, 12]), (0, 2, [3, 5])])
 def test_steps_in_which_a_strategy_settles_are_not_profiled(
     tmp_path: Path, wait: int, settling: int, expected: list[int]
-) -> None:
+):
     """Windows of one step each, after `wait` steps and one of warm-up; none before the strategy has settled."""
     config = RunConfig(
         choice="x", profile_wait=wait, profile_warmup=1, profile_active=1, profile_repeat=2, max_steps=expected[-1]
@@ -109,9 +109,7 @@ def test_steps_in_which_a_strategy_settles_are_not_profiled(
         ({}, 0, 0, None),
     ],
 )
-def test_windows_shrink_to_the_run(
-    given: dict[str, int], steps: int, settling: int, expected: tuple[int, ...] | None
-) -> None:
+def test_windows_shrink_to_the_run(given: dict[str, int], steps: int, settling: int, expected: tuple[int, ...] | None):
     """Wait, warm-up, steps and number of windows; None: there is no profile."""
     config, said = RunConfig(**given).fitted(steps, settling)
     if expected is None:
@@ -123,7 +121,7 @@ def test_windows_shrink_to_the_run(
 
 
 @each_row("keep, expected", [(None, [2, 4, 6]), (1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
-def test_the_newest_windows_are_kept(tmp_path: Path, keep: int | None, expected: list[int]) -> None:
+def test_the_newest_windows_are_kept(tmp_path: Path, keep: int | None, expected: list[int]):
     """After a new one is written, and without those of other runs."""
     (tmp_path / "earlier.step2.pt.trace.json.gz").touch()
     config = RunConfig(profile_wait=0, profile_warmup=1, profile_active=1, profile_repeat=3, keep_windows=keep)

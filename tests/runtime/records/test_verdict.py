@@ -41,7 +41,7 @@ def build():
 ON_RANK_1 = "0.15 * (dist.get_rank() == 1)"
 
 
-def run_recorded(settings: dict[str, Any]) -> None:
+def run_recorded(settings: dict[str, Any]):
     """A run whose collectives are recorded, but for which nobody watches."""
     config, rank = RunConfig.of(**settings), dist.get_rank()
     ranks, so_far, flight = Ranks(rank, dist.get_world_size(), torch.device("cpu"), "gloo"), RunSoFar(config), None
@@ -60,9 +60,7 @@ def run_recorded(settings: dict[str, Any]) -> None:
         ("pytorch_ddp", "0.05 * (dist.get_rank() == 1)", "0", "rank 1 is a straggler"),
     ],
 )
-def test_a_run_names_what_was_planted(
-    ranks: RankPool, tmp_path: Path, choice: str, data: str, model: str, said: str
-) -> None:
+def test_a_run_names_what_was_planted(ranks: RankPool, tmp_path: Path, choice: str, data: str, model: str, said: str):
     name = written(tmp_path, SLOW.format(data=data, model=model))
     settings = {"choice": choice, "workload": name, "output_dir": str(tmp_path), "no_profile": True, "no_eval": True}
     ranks.run(2, run_recorded, settings | {"global_batch_size": 8, "grad_accum_steps": 1})
@@ -115,13 +113,13 @@ ROWS = [
 
 
 @each_row("found, said, advice", ROWS)
-def test_rows_of_a_record(found: dict[str, Any], said: str, advice: str) -> None:
+def test_rows_of_a_record(found: dict[str, Any], said: str, advice: str):
     first, then = verdict(found)
     assert first.startswith(said) and advice in then, (first, then)
     assert ("memory is near the limit: rank 3 held 75.0 of 79.0 GiB" in first) == (found["memory"] is FULL)
 
 
-def test_lateness_counts_once_a_step_and_on_one_host_alone() -> None:
+def test_lateness_counts_once_a_step_and_on_one_host_alone():
     """Rank 2 comes 3 s late to the first of two collectives of each step, and drags that along."""
     when = [{(step, "ranks 0-2", seq): 100.0 * step + seq + 3 * (rank == 2) for step in range(3) for seq in (1, 2)}
             for rank in range(3)]  # fmt: skip

@@ -42,7 +42,7 @@ def squared_error(run: Run, batch: Samples) -> Tensor:
     return functional.mse_loss(run(batch.x), batch.y)
 
 
-def nothing(run: Run, module: nn.Module, step: int) -> None:
+def nothing(run: Run, module: nn.Module, step: int):
     pass
 
 

@@ -25,7 +25,7 @@ class Pair(NamedTuple):
 class Answers(nn.Module):
     """Two blocks and a head; `pack` makes the answer of prediction and hidden layer."""
 
-    def __init__(self, pack: Any = lambda prediction, hidden: prediction) -> None:
+    def __init__(self, pack: Any = lambda prediction, hidden: prediction):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
         self.head, self.pack = nn.Linear(FEATURES, 1), pack
@@ -69,7 +69,7 @@ def other_output_by_step(run: Run, batch: Samples) -> Tensor:
 class Waves(nn.Module):
     """Answers with complex numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(FEATURES, 8), nn.Linear(8, 8)
 
@@ -84,7 +84,7 @@ def power(run: Run, batch: Samples) -> Tensor:
 class Packed(nn.Module):
     """Takes and answers packed sequences."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.GRU(FEATURES, 5, bidirectional=True), nn.LSTM(10, 3, num_layers=2)
 

@@ -15,19 +15,19 @@ from tests.strategies.cases.running import Blocks, blocks_of
 def freeze(*frozen: str, steps: tuple[int, ...] = (1,)) -> Callable[[Run, nn.Module, int], None]:
     """Parameters whose names begin so do not train in `steps`."""
 
-    def before(run: Run, module: nn.Module, step: int) -> None:
+    def before(run: Run, module: nn.Module, step: int):
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(not (step in steps and name.startswith(frozen)))
 
     return before
 
 
-def freezes_another_block(run: Run, module: nn.Module, step: int) -> None:
+def freezes_another_block(run: Run, module: nn.Module, step: int):
     freeze(f"blocks.{step}", "last", steps=(step,))(run, module, step)
 
 
 def evaluates(context: Any) -> Callable[[Run, nn.Module, int], None]:
-    def before(run: Run, module: nn.Module, step: int) -> None:
+    def before(run: Run, module: nn.Module, step: int):
         module.eval()
         with context():
             assert not run(samples(7, 0, 0).x).requires_grad
@@ -36,28 +36,28 @@ def evaluates(context: Any) -> Callable[[Run, nn.Module, int], None]:
     return before
 
 
-def runs_without_backward(run: Run, module: nn.Module, step: int) -> None:
+def runs_without_backward(run: Run, module: nn.Module, step: int):
     assert run(samples(7, 0, 0).x).requires_grad
 
 
-def clamps(run: Run, module: nn.Module, step: int) -> None:
+def clamps(run: Run, module: nn.Module, step: int):
     """As the critic of a Wasserstein GAN is kept."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.clamp_(-0.15, 0.15)
 
 
-def drops_gradients(run: Run, module: nn.Module, step: int) -> None:
+def drops_gradients(run: Run, module: nn.Module, step: int):
     """As scripts do that keep the optimizer."""
     getattr(run, "optimizer", module).zero_grad()
 
 
-def replaces_data(run: Run, module: nn.Module, step: int) -> None:
+def replaces_data(run: Run, module: nn.Module, step: int):
     for parameter in module.parameters():
         parameter.data = 0.9 * parameter.data
 
 
-def loads(run: Run, module: nn.Module, step: int) -> None:
+def loads(run: Run, module: nn.Module, step: int):
     """Into the module itself."""
     torch.manual_seed(9)
     module.load_state_dict(Blocks().state_dict())
@@ -97,7 +97,7 @@ class Cube(torch.autograd.Function):
 
 
 class Cubes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
         self.weight = nn.Parameter(torch.ones(8))
@@ -109,7 +109,7 @@ class Cubes(nn.Module):
 class InPlace(nn.Module):
     """Activations, among them blocks' outputs and views, that are changed in place."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
         inner = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)
@@ -128,11 +128,11 @@ class InPlace(nn.Module):
 class Lamb(torch.optim.Optimizer):
     """Adam whose update of each parameter is scaled by the norm of that parameter: not elementwise."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any):
         super().__init__(params, {"lr": 0.05})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -153,7 +153,7 @@ def by_dimension(params: Any) -> torch.optim.Optimizer:
 
 
 class WithRates(Blocks):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.last.weight.rate = 1e-2  # type: ignore[assignment]
 

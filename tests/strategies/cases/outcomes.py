@@ -6,7 +6,7 @@ import torch
 from tests.strategies.cases.case import Outcome
 
 
-def assert_equal(what: str, outcomes: list[Outcome | str], expected: Outcome, tolerance: float) -> None:
+def assert_equal(what: str, outcomes: list[Outcome | str], expected: Outcome, tolerance: float):
     """Norms and state are those of one process; so are evaluations on every rank, or on rank 0 if there are buffers."""
     for rank, found in enumerate(outcomes):
         assert not isinstance(found, str), f"{what}: {found}"

@@ -30,7 +30,7 @@ def spectral_norm() -> nn.Module:
 class Many(nn.Module):
     """Hundreds of parameters of one element, and some without a dimension."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tiny = nn.ParameterList(nn.Parameter(torch.randn(1)) for _ in range(250))
         self.scalars = nn.ParameterDict({f"s{index}": nn.Parameter(torch.randn(())) for index in range(20)})
@@ -44,7 +44,7 @@ class Many(nn.Module):
 class Mixed(nn.Module):
     """Blocks in fp64 between layers in fp32, and a scale in bf16."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
         self.blocks = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
@@ -60,7 +60,7 @@ class Mixed(nn.Module):
 class Shared(nn.Module):
     """Blocks that share one bias, two that share all, and an embedding that is the head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
@@ -78,7 +78,7 @@ class Shared(nn.Module):
 class ReadsOthers(nn.Module):
     """Reads the weights of layers that it does not call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
         self.held, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
@@ -97,7 +97,7 @@ class ReadsBlocks(ReadsOthers):
 class Attention(nn.Module):
     """Attention that stands alone: `nn.MultiheadAttention` reads its last layer's weight without calling it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -110,7 +110,7 @@ class Attention(nn.Module):
 class Image(nn.Module):
     """Convolutions whose weights lie in channels-last order, and a weight that is a transposed view."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.convolution = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
         self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last) for _ in range(2))
@@ -127,7 +127,7 @@ class Image(nn.Module):
 class Views(nn.Module):
     """Two parameters over one memory, the old way to tie: a weight, and the same transposed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, FEATURES)
         self.last.weight.data = self.first.weight.data.t()
@@ -139,7 +139,7 @@ class Views(nn.Module):
 class Counts(nn.Module):
     """Buffers that forward replaces, changes in place, and does not save."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
         self.register_buffer("mean", torch.zeros(8))
@@ -158,7 +158,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def switch(run: Run, module: nn.Module, step: int) -> None:
+def switch(run: Run, module: nn.Module, step: int):
     """Trains with the statistics as they are in step 1; evaluates before step 2."""
     module.train(step != 1)
     if step == 2:
@@ -168,7 +168,7 @@ def switch(run: Run, module: nn.Module, step: int) -> None:
         module.train()
 
 
-def evaluates_with_graph(run: Run, module: nn.Module, step: int) -> None:
+def evaluates_with_graph(run: Run, module: nn.Module, step: int):
     """With the statistics that step `step` has left, and without changing them."""
     module.eval()
     run(torch.ones(3, FEATURES))
@@ -188,7 +188,7 @@ def penalty_outside(run: Run, batch: Samples) -> Tensor:
 class Penalized(nn.Module):
     """Answers with a penalty on its own weights, and one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
         self.scale = nn.Parameter(torch.ones(1))

@@ -10,7 +10,7 @@ from tests.strategies.cases.case import FEATURES, Case, Run, Samples, squared_er
 class Blocks(nn.Module):
     """A layer, four equal blocks of which `chosen` run in that order, and a head."""
 
-    def __init__(self, reentrant: bool | None = None) -> None:
+    def __init__(self, reentrant: bool | None = None):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
@@ -29,7 +29,7 @@ class Blocks(nn.Module):
 class Experts(nn.Module):
     """Each sample goes to one of four experts; by a router that trains, as in a mixture of experts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.router, self.last = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 1)
         self.experts = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))

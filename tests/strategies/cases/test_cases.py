@@ -31,7 +31,7 @@ KEY = {
 
 @in_own_loops
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_as_one_process(ranks: RankPool, choice: str, subject: str) -> None:
+def test_as_one_process(ranks: RankPool, choice: str, subject: str):
     for name in SUBJECTS[subject]:
         turn = list(CASES).index(name) - IN_OWN_LOOPS.index(choice)
         if name in KEY or choice == "zero3" or turn % 8 == 0:
@@ -42,12 +42,12 @@ def test_as_one_process(ranks: RankPool, choice: str, subject: str) -> None:
 @pytest.mark.exhaustive
 @in_own_loops
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_all_as_one_process(ranks: RankPool, choice: str, subject: str) -> None:
+def test_all_as_one_process(ranks: RankPool, choice: str, subject: str):
     for index, name in enumerate(SUBJECTS[subject]):
         check(ranks, name, choice, *((2, SMALL), (3, USUAL))[index % 2])
 
 
-def check(ranks: RankPool, name: str, choice: str, world_size: int, cap_mb: float) -> None:
+def check(ranks: RankPool, name: str, choice: str, world_size: int, cap_mb: float):
     if (name, choice) in WRONG:  # PyTorch's own, which says nothing: docs/own-loop-limits.md
         return
     outcomes = ranks.run(world_size, on_a_rank_by_name, name, choice, cap_mb)

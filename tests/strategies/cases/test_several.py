@@ -41,7 +41,7 @@ def joined(step: int, ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
     return torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
 
 
-def assert_states(found: State, expected: State) -> None:
+def assert_states(found: State, expected: State):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
@@ -78,7 +78,7 @@ def two_in_one_loss(choice: str, other: str) -> list[State]:
 
 
 @over_own_loops
-def test_two_models_in_one_loss(ranks: RankPool, choice: str) -> None:
+def test_two_models_in_one_loss(ranks: RankPool, choice: str):
     pair = make_pair()
     expected = nn.Sequential(*pair)
     train(expected, range(STEPS), range(2))
@@ -106,7 +106,7 @@ def make_synchronized() -> nn.Module:
 
 
 @over_own_loops
-def test_collectives_in_forward_and_backward(ranks: RankPool, choice: str) -> None:
+def test_collectives_in_forward_and_backward(ranks: RankPool, choice: str):
     module = make_synchronized()
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     train(module, range(STEPS), range(3))
@@ -134,7 +134,7 @@ def on_two_of_three(choice: str) -> State | str:
 
 
 @over_own_loops
-def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice: str) -> None:
+def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice: str):
     """With losses that are means over different numbers of samples."""
     module = make_blocks()
     optimizer = momentum(module.parameters())
