@@ -144,20 +144,17 @@ def unknown(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]):
 
 @each_row(
     ("choice", "options"),
-    [
-        ("bucket_ddp_async", {"precision": "bf16"}),
-        ("pytorch_ddp", {}),
-        ("zero3", {"activation_checkpointing": "block"}),
-        ("pytorch_zero3", {}),
-    ],
+    [("zero3", {"activation_checkpointing": "block", "precision": "bf16"}), ("pytorch_zero3", {})],
 )
 def test_an_operator_that_ran_before_answers_as_it_did(choice: str, options: dict[str, Any]):
-    one = replace(setting(choice, **options), make_module=llama_classifier, make_micro_batches=lambda: two_batches(3))
+    one = replace(
+        setting(choice, **options), make_module=llama_classifier, make_micro_batches=lambda: two_batches(3)[:1]
+    )
     with mock.patch.object(operators, "key_of", unknown):
-        _, (expected, every) = observed(one, "cuda"), observed(one, "cuda")  # DTensor tries things out the first time
+        _, expected = observed(one, "cuda"), observed(one, "cuda")  # DTensor tries things out the first time
     for again in range(2):
         step, observer = observed(one, "cuda")
-        assert (step, observer.computed) == (expected, every.computed), again
+        assert (step, observer.computed) == (expected[0], expected[1].computed), again
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -62,8 +62,9 @@ IN_STAGES["precision"] = "fp16"
 @pytest.mark.parametrize(
     ("mesh", "behind", "changes"),
     [
-        ("dp=2,tp=2", "dp2-tp2", {}),
-        ("dp=2,cp=2", "dp2-cp2-ulysses", {"context_parallel": "ulysses"}),
+        ("tp=2", "tp2", {}),
+        pytest.param("dp=2,tp=2", "dp2-tp2", {}, marks=pytest.mark.slow),
+        pytest.param("dp=2,cp=2", "dp2-cp2-ulysses", {"context_parallel": "ulysses"}, marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2", "dp2-pp2-interleaved2", IN_STAGES, marks=pytest.mark.slow),
     ],
 )
@@ -71,7 +72,7 @@ def test_a_run_on_a_mesh_stops_and_resumes(
     ranks: RankPool, tmp_path: Path, settings: dict[str, Any], mesh: str, behind: str, changes: dict[str, Any]
 ):
     """On the same mesh bit for bit, random numbers included. On another one the model is the same."""
-    on_mesh, label = {**settings, "mesh": mesh, **changes}, f"zero1@{behind}"
+    on_mesh, label, size = {**settings, "mesh": mesh, **changes}, f"zero1@{behind}", Mesh.parse(mesh).ranks
     ranks.run(4, run_on_mesh, {**on_mesh, "output_dir": str(tmp_path / "straight")})
     stopped = {**on_mesh, "output_dir": str(tmp_path / "stopped")}
     ranks.run(4, run_on_mesh, {**stopped, "max_steps": 2})
