@@ -51,6 +51,7 @@ def require_ends_well(scenario: Scenario, choice: str, folder: Path):
     assert outcome.problems(scenario) == [], outcome.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "choice"), QUICK)
 def test_a_fault_is_named_and_ends_the_run(tmp_path: Path, name: str, choice: str):
     require_ends_well(NAMED[name], choice, tmp_path)

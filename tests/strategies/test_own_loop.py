@@ -246,7 +246,7 @@ def dropped(choice: str):
     assert all(reference() is None for reference in held)
 
 
-@over_own_loops
+@each_row("choice", ["simple_ddp_hook", "bucket_ddp_async", "pytorch_ddp", "zero2", "zero3", "pytorch_zero3"])
 def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice: str):
     """With its parameters, of which C++ holds hooks."""
     ranks.run(2, dropped, choice)

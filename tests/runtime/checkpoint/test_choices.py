@@ -7,18 +7,15 @@ import pytest
 from tests.checkpoints import losses, straight_and_asked_to_stop, straight_and_stopped
 from tests.parity import NAMES
 from tests.ranks import RankPool
+from tests.tables import by_default
 
-OFTEN = ("simple_ddp", "bucket_ddp_async", "zero1", "zero2", "zero3", "pytorch_zero1", "pytorch_zero3")
+OFTEN = ("bucket_ddp_async", "zero1", "zero3", "pytorch_zero3")
 """One of each way to hold parameters, gradients and optimizer states."""
-
-
-def choices() -> list[tuple[str, str]]:
-    return [choice for choice in NAMES if not choice.startswith("deepspeed")]
 
 
 @pytest.mark.parametrize(
     "choice",
-    [pytest.param(one, marks=[] if one in OFTEN else pytest.mark.exhaustive) for one in choices()],
+    by_default([choice for choice in NAMES if not choice.startswith("deepspeed")], *OFTEN),
 )
 def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: str):
     """Bitwise: parameters, optimizer, buffers, random numbers and losses of every rank."""
@@ -28,10 +25,9 @@ def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: str):
         assert all(other[name] != straight[name] for name in ("losses", "random")), "the test would not see dropout"
 
 
-@pytest.mark.parametrize("name", ["bucket_ddp_async", "zero3"])
-def test_one_rank_asks_all_to_stop(ranks: RankPool, tmp_path: Path, name: str):
+@pytest.mark.parametrize("choice", ["bucket_ddp_async", "zero3"])
+def test_one_rank_asks_all_to_stop(ranks: RankPool, tmp_path: Path, choice: str):
     """All stop after the same step, which is saved, and go on from there as if nothing had happened."""
-    (choice,) = [choice for choice in choices() if choice == name]
     for straight, stopped, steps, saved in ranks.run(2, straight_and_asked_to_stop, choice, tmp_path):
         assert steps == saved and 4 <= steps <= 5
         assert stopped == straight
@@ -39,29 +35,15 @@ def test_one_rank_asks_all_to_stop(ranks: RankPool, tmp_path: Path, name: str):
 
 def test_other_choices_and_other_numbers_of_ranks_resume(ranks: RankPool, tmp_path: Path):
     """A relay: each leg resumes from what the one before has saved."""
-    expected = ranks.run(2, losses, "simple_ddp", 16, tmp_path / "straight")[0]
-    legs = [
-        (2, "zero3"),
-        (3, "zero3"),
-        (1, "pytorch_zero3"),
-        (2, "simple_ddp"),
-        (3, "zero1"),
-        (2, "pytorch_zero1"),
-        (2, "pytorch_zero2"),
-        (3, "pytorch_zero1"),
-    ]
+    expected = ranks.run(2, losses, "simple_ddp", 10, tmp_path / "straight")[0]
+    legs = [(2, "zero3"), (3, "zero1"), (1, "pytorch_zero3"), (2, "pytorch_zero1"), (2, "simple_ddp")]
     assert relay(ranks, tmp_path, legs) == pytest.approx(expected, rel=1e-5)
 
 
 def test_odd_parameters_go_from_choice_to_choice(ranks: RankPool, tmp_path: Path):
     """Parameters that are 0-d, without elements, and of mixed dtypes."""
     expected = ranks.run(2, losses, "simple_ddp", 8, None, None, "odd")[0]
-    legs = [
-        (2, "simple_ddp"),
-        (3, "zero3"),
-        (2, "zero1"),
-        (1, "bucket_ddp_async"),
-    ]
+    legs = [(2, "simple_ddp"), (3, "zero3"), (2, "zero1"), (1, "bucket_ddp_async")]
     assert relay(ranks, tmp_path, legs, "odd") == pytest.approx(expected, rel=1e-5)
 
 

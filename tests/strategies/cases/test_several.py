@@ -9,14 +9,15 @@ import torch.distributed.nn.functional as collectives
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.parity import NAMES, load, options_of, over_own_loops
+from tests.parity import FAMILIES, IN_OWN_LOOPS, NAMES, load, options_of
 from tests.ranks import RankPool
 from tests.strategies.cases.case import FEATURES, SAMPLES, STEPS, momentum, samples
 from tests.strategies.cases.running import Blocks
+from tests.tables import each_row
 
 State = dict[str, Tensor]
 NEXT = dict(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True))
-"""Another choice for each, so that every pair of neighbours is tried."""
+"""Another choice for each."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,7 +78,7 @@ def two_in_one_loss(choice: str, other: str) -> list[State]:
     return [first.full_state_dict(), second.full_state_dict()]
 
 
-@over_own_loops
+@each_row("choice", IN_OWN_LOOPS[::3])
 def test_two_models_in_one_loss(ranks: RankPool, choice: str):
     pair = make_pair()
     expected = nn.Sequential(*pair)
@@ -105,7 +106,7 @@ def make_synchronized() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Sequential(*blocks), nn.Linear(8, 1))
 
 
-@over_own_loops
+@each_row("choice", IN_OWN_LOOPS[1::3])
 def test_collectives_in_forward_and_backward(ranks: RankPool, choice: str):
     module = make_synchronized()
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -133,7 +134,7 @@ def on_two_of_three(choice: str) -> State | str:
     return strategy.full_state_dict()
 
 
-@over_own_loops
+@each_row("choice", FAMILIES)
 def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice: str):
     """With losses that are means over different numbers of samples."""
     module = make_blocks()
