@@ -12,7 +12,9 @@ from ddp_lab.runtime.mesh import Mesh
 from tests.models import build, make_batch
 from tests.parity import in_stages, strategy_of
 from tests.ranks import RankPool
-from tests.tables import each_row
+from tests.tables import by_default, each_row
+
+SEQUENCE = {"sequence_parallel": True}
 
 
 def with_dropout(options: dict[str, Any]) -> Any:
@@ -28,7 +30,7 @@ def with_dropout(options: dict[str, Any]) -> Any:
         return alike | {"random numbers": torch.get_rng_state()}, strategy.full_gradients()
 
 
-@each_row("way", [{}, {"sequence_parallel": True}])
+@pytest.mark.parametrize("way", by_default([{}, SEQUENCE], SEQUENCE))
 def test_dropout(ranks: RankPool, way: dict[str, Any]):
     """Ranks of one stage draw alike what all of them compute, and a block that runs again draws what it drew."""
     plain = ranks.run(4, with_dropout, way)

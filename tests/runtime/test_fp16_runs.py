@@ -37,12 +37,12 @@ def test_a_run_skips_its_first_steps_and_resumes_with_its_scale(ranks: RankPool,
     saving = {**fp16, "output_dir": str(tmp_path / "stopped"), "checkpoint_every": 1, "max_steps": 1}
     assert ranks.run(2, run_here, saving) == [None, None]
     folder = str(tmp_path / "stopped" / "checkpoints" / "flat_ddp")
-    for choice in ("flat_ddp", "bucket_ddp_async"):
-        resuming = {**fp16, "output_dir": str(tmp_path / choice), "choice": choice, "resume": folder}
-        assert ranks.run(2, run_here, resuming) == [None, None]
-        (resumed,) = records(tmp_path / choice, choice)
-        assert resumed["step_loss_scale"] == [None, *scales[1:]] and resumed["skipped_steps"] == skipped[1:]
-        assert resumed["train_loss"] == pytest.approx(record["train_loss"], rel=2**-9)
+    choice = "bucket_ddp_async"
+    resuming = {**fp16, "output_dir": str(tmp_path / choice), "choice": choice, "resume": folder}
+    assert ranks.run(2, run_here, resuming) == [None, None]
+    (resumed,) = records(tmp_path / choice, choice)
+    assert resumed["step_loss_scale"] == [None, *scales[1:]] and resumed["skipped_steps"] == skipped[1:]
+    assert resumed["train_loss"] == pytest.approx(record["train_loss"], rel=2**-9)
     said = ranks.run(2, run_here, {**resuming, "loss_scale": 8.0})
     assert "--loss-scale was 4194304.0 and is 8.0" in said[0]
 

@@ -62,15 +62,15 @@ def settings_of(local: Path, output: Path, **changes: Any) -> dict[str, Any]:
         "model": "model",
         "dataset": "text.jsonl",
         "sequence_length": 32,
-        "train_samples": 16,
-        "eval_samples": 5,
+        "train_samples": 8,
+        "eval_samples": 3,
         "no_profile": True,
         "output_dir": str(output),
     } | changes
     return settings | {name: str(local / settings[name]) for name in ("model", "dataset")}
 
 
-DATA = ["text.parquet", "text.csv", "text.jsonl", "text.json", "saved", "texts", "text.txt"]
+DATA = ["text.csv", "text.json", "saved", "text.txt"]
 
 
 @each_row("dataset, streaming", [*((name, False) for name in DATA), ("text.parquet", True), ("texts", True)])
@@ -78,7 +78,7 @@ def test_text_in_every_format(ranks: RankPool, local: Path, dataset: str, stream
     column = "body" if dataset == "text.json" else "text"
     settings = settings_of(local, Path("unused"), dataset=dataset, streaming=streaming, text_column=column)
     shapes = ranks.run(2, workload_here, settings)
-    assert shapes[0] == shapes[1] and shapes[0]["samples"] == (16, 5)
+    assert shapes[0] == shapes[1] and shapes[0]["samples"] == (8, 3)
     assert set(shapes[0]["lengths"]) == {32}
 
 
@@ -127,9 +127,9 @@ def test_text_in_files_is_held_out_and_counted_by_tokens(ranks: RankPool, local:
     settings = settings_of(local, tmp_path, model="config", dataset="text.txt", sequence_length=None, generate=6)
     assert ranks.run(2, run_here, settings) == [None, None]
     record = record_of(tmp_path, "flat_ddp")
-    assert record["config"]["workload"] == "hub" and record["train_samples"] == 16 and record["eval_samples"] == 5
+    assert record["config"]["workload"] == "hub" and record["train_samples"] == 8 and record["eval_samples"] == 3
     assert record["eval"]["perplexity"] == pytest.approx(math.exp(record["eval"]["loss"]))
-    assert 4 * 63 < record["eval"]["tokens"] <= 5 * 63  # of one document; GPT-2's configuration has 64 positions
+    assert 2 * 63 < record["eval"]["tokens"] <= 3 * 63  # of one document; GPT-2's configuration has 64 positions
     assert record["generated"].keys() == {"prompt", "text", "tokens"} and record["generated"]["tokens"] <= 6
 
 
@@ -148,13 +148,13 @@ def test_prompts_and_completions(ranks: RankPool, local: Path, tmp_path: Path):
 def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local: Path, tmp_path: Path):
     """GPT-2's embeddings are tied."""
     texts = []
-    for name in ("baseline", "zero3", "pytorch_zero3"):
-        settings = settings_of(local, tmp_path, choice=name, generate=8, prompt="The value of", max_steps=1)
+    for name in ("baseline", "zero3"):
+        settings = settings_of(local, tmp_path, choice=name, generate=4, prompt="The value of", max_steps=1)
         if name == "baseline":
             settings["bucket_cap_mb"] = 25.0
         ranks.run(2, run_sharded, settings)
         texts.append(record_of(tmp_path, name)["generated"])
-    assert texts[0] == texts[1] == texts[2] and texts[0]["tokens"] == 8 and texts[0]["prompt"] == "The value of"
+    assert texts[0] == texts[1] and texts[0]["tokens"] == 4 and texts[0]["prompt"] == "The value of"
 
 
 BAD = {

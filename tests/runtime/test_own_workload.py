@@ -76,7 +76,7 @@ def trained(ranks: RankPool, folder: Path, choice: str, **settings: Any) -> dict
 
 def test_the_example_trains_under_every_kind_of_choice(ranks: RankPool, tmp_path: Path):
     settings = {"workload": "examples/workload.py:build", "global_batch_size": 40, "epochs": 3}
-    records = [trained(ranks, tmp_path, choice, **settings) for choice in ("baseline", "zero3", "pytorch_zero3")]
+    records = [trained(ranks, tmp_path, choice, **settings) for choice in ("baseline", "zero3")]
     for record in records:
         assert record["config"]["workload"] == "examples/workload.py:build"
         assert record["train_samples"] == 360 and record["eval"]["samples"] == 82

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.models import build, make_batch
-from tests.parity import Case, assert_close, load, naming, options_of, oracle, over_own_loops
+from tests.parity import FAMILIES, Case, assert_close, load, naming, options_of, oracle
 from tests.parity import trained as train
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 
 @contextmanager
@@ -29,7 +30,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "another device": lambda: torch.device("meta"),  # as set_default_device: a tensor that lands there has no values
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "flat_ddp": [{"compress": "int8"}, {"precision": "fp16", "loss_scale": 16.0}],
+    "simple_ddp": [{"compress": "int8"}, {"precision": "fp16", "loss_scale": 16.0}],
     "bucket_ddp_async": [{"overlap_optimizer": True}],
     "zero1": [{"offload": "optimizer"}],
     "zero2": [{"param_dtype": "bf16"}],
@@ -83,7 +84,7 @@ def all_trained(choice: str):
         assert {tensor.dtype for tensor in state.values()} == {dtype}
 
 
-@over_own_loops
+@each_row("choice", FAMILIES)
 def test_defaults_of_torch(ranks: RankPool, choice: str):
     """Bitwise; and a model that is in the default dtype trains in that precision, as in one process."""
     ranks.run(2, all_trained, choice)

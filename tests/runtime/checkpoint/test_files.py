@@ -262,8 +262,8 @@ def test_killed_between_any_two_operations(ranks: RankPool, tmp_path: Path):
     assert steps == sorted(steps) and set(steps) == {2, 4}
 
 
-LATE_S = 0.2
-"""Longer than rank 0 takes to make a checkpoint of what it sees (`saver.POLL_S`, and a few files)."""
+LATE_S, POLL_S = 0.04, 0.002
+"""The former is longer than rank 0 takes to make a checkpoint of what it sees: it polls, and writes a few files."""
 
 
 def save_with_a_late_rank(folder: Path) -> int:
@@ -271,7 +271,8 @@ def save_with_a_late_rank(folder: Path) -> int:
     saver, rank = Saver(folder, here(), in_background=False, keep=1), here().rank
 
     def save(step: int, late: int) -> int:
-        with before_each_operation(lambda number, *_: time.sleep(LATE_S) if number == late else None) as count:
+        polls = mock.patch("ddp_lab.runtime.checkpoint.saver.POLL_S", POLL_S)
+        with polls, before_each_operation(lambda number, *_: time.sleep(LATE_S) if number == late else None) as count:
             tensors = {f"parameter/weight/{3 * rank}": torch.full((3,), float(step))}
             saver.save(tensors | RANDOM, TEXTS, manifest(step))
             return count()

@@ -20,7 +20,7 @@ from tests.damage import OF_ANOTHER_KIND, another, damage_field, damaged_tensors
 from tests.ranks import RankPool
 
 CHOICE = "zero2"
-CASES = 150
+CASES = 60
 
 
 def damage(path: Path, chance: random.Random) -> str:
@@ -79,6 +79,6 @@ def fuzz(folder: Path) -> list[tuple[str, str]]:
 def test_damaged_checkpoints(ranks: RankPool, tmp_path: Path):
     found = ranks.run(2, fuzz, tmp_path)[0]
     outcomes = Counter((what.split(":")[0], bool(said)) for what, said in found)
-    assert outcomes[MANIFEST, True] > 25 and outcomes[MANIFEST, False] > 2, outcomes
-    assert outcomes["rank_0.safetensors", True] > 20 and outcomes["rank_1.safetensors", True] > 20, outcomes
+    assert outcomes[MANIFEST, True] > 10 and outcomes[MANIFEST, False] > 0, outcomes
+    assert outcomes["rank_0.safetensors", True] > 8 and outcomes["rank_1.safetensors", True] > 8, outcomes
     assert [what for what, said in found if not said and not what.startswith(MANIFEST)] == []

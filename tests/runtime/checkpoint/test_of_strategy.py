@@ -69,7 +69,7 @@ def said_of_damaged(folder: Path) -> list[str]:
     ddp_lab.save_checkpoint(stepped, folder)
     path, said, right = folder / "rank_0.safetensors", [], digest(stepped)
     whole, chance = path.read_bytes(), random.Random(7)
-    for _ in range(60):
+    for _ in range(30):
         content, what = damaged_tensors(whole, chance)
         path.write_bytes(content)
         loading = make("bucket_ddp_async", 1)
@@ -93,4 +93,4 @@ def digest(strategy: Strategy) -> list[Any]:
 
 def test_what_is_damaged_is_named(ranks: RankPool, tmp_path: Path):
     (said,) = ranks.run(1, said_of_damaged, tmp_path / "saved")
-    assert sum(map(bool, said)) > 40
+    assert sum(map(bool, said)) > 20
