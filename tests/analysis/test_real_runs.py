@@ -60,7 +60,7 @@ def train_faulty(folder: str):
         train(folder, choice, FAULTS.__getitem__, profile_repeat=1)
 
 
-def test_wrong_strategies_are_seen(ranks: RankPool, tmp_path: Path):
+def test_wrong_strategies_are_seen(ranks: RankPool, tmp_path):
     ranks.run(2, train_faulty, str(tmp_path))
     for choice, calls, payload in (("extra", 1, 1000), ("doubled", 0, 4 * 3 * 16 * 16)):
         (window,) = find_windows(tmp_path / "profile" / choice)
@@ -83,7 +83,7 @@ def train_zero3(folder: str):
     train(folder, "zero3", sharding.load, train_samples=50, profile_wait=4, epochs=2)
 
 
-def test_a_window_over_the_end_of_an_epoch(ranks: RankPool, tmp_path: Path):
+def test_a_window_over_the_end_of_an_epoch(ranks: RankPool, tmp_path):
     """Fourteen steps, of which the seventh, `ProfilerStep#6`, is the last of an epoch: 2 samples, not 8. ZeRO-3 gathers
     and scatters once for each micro-batch, of which the short step has one instead of two."""
     ranks.run(2, train_zero3, str(tmp_path))
@@ -132,7 +132,7 @@ def late(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_planted_straggler_is_named(late: Path, tmp_path: Path):
+def test_a_planted_straggler_is_named(late, tmp_path):
     page = write_summary(analyse_window(find_windows(late)[0]), "late", tmp_path).read_text()
     assert "Rank 1 costs the others most: it arrives last in" in page and "heatmap" in page
     table = pd.read_csv(tmp_path / "stragglers.csv")

@@ -17,7 +17,7 @@ def rows_of(folder: Path, ranks: int) -> pd.DataFrame:
     return pd.read_csv(folder / collectives.REPORTS / f"gloo_cpu_{ranks}_ranks.csv")
 
 
-def test_everything_is_measured_and_right(ranks: RankPool, tmp_path: Path):
+def test_everything_is_measured_and_right(ranks: RankPool, tmp_path):
     """And bandwidths are as by hand: bytes over the median, times nccl-tests' factor for three ranks."""
     ranks.run(3, planted.bench, tmp_path, ["--dtypes", ",".join(collectives.DTYPES)])
     rows = rows_of(tmp_path, 3)
@@ -30,12 +30,12 @@ def test_everything_is_measured_and_right(ranks: RankPool, tmp_path: Path):
     assert factors.tolist() == pytest.approx([expected.get(name, 2 / 3) for name in rows["collective"]])
 
 
-def test_a_wrong_result_is_seen(ranks: RankPool, tmp_path: Path):
+def test_a_wrong_result_is_seen(ranks: RankPool, tmp_path):
     ranks.run(2, planted.bench, tmp_path, ["--collectives", "all_reduce", "--sizes", "1000"], planted.three_elements)
     assert rows_of(tmp_path, 2)["wrong"].item() == 3, "on one of two ranks"
 
 
-def test_a_lost_rank_leaves_what_was_measured(ranks: RankPool, tmp_path: Path):
+def test_a_lost_rank_leaves_what_was_measured(ranks: RankPool, tmp_path):
     flags = ["--collectives", "all_reduce,broadcast", "--sizes", "1K,4K"]
     for rank, message in enumerate(ranks.run(2, planted.bench, tmp_path, flags, planted.connection_lost)):
         assert f"rank {rank} stopped at broadcast fp32 of 1,024 bytes: Connection closed by peer; what" in message

@@ -36,14 +36,14 @@ def check(folder: Path, schedule: str):
 
 
 @pytest.mark.slow
-def test_the_bubble_is_that_of_the_formula(tmp_path: Path):
+def test_the_bubble_is_that_of_the_formula(tmp_path):
     """Within 3 %, in one of three runs: other work wakes passes up late, a fault would stay. Stages pause
     instead of computing, so that no rank takes another's core, and all schedules run at once."""
     with ThreadPoolExecutor() as threads:
         list(threads.map(partial(check, tmp_path), SCHEDULES))
 
 
-def test_a_slow_stage_is_waited_for(ranks: RankPool, tmp_path: Path):
+def test_a_slow_stage_is_waited_for(ranks: RankPool, tmp_path):
     """A step takes at least as long as on paper, 27 passes: with equal stages, 15."""
     for found in ranks.run(2, over_links, tmp_path, "1f1b", 4, 10.0, 2.0):
         assert found["paper_pct"] == pytest.approx(100 / 3) and 0 < found["bubble_pct"] < 100

@@ -95,7 +95,7 @@ def on_rank(case: Case) -> list[Tensor]:
 
 
 @each_row("case", CASES)
-def test_attention_over_ranks_is_as_exact_as_in_one_process(ranks: RankPool, case: Case):
+def test_attention_over_ranks_is_as_exact_as_in_one_process(ranks: RankPool, case):
     layout = layout_of(case)
     parts = zip(*ranks.run(case.ranks, on_rank, case), strict=True)
     exact, alone = whole(case, torch.float64), whole(case, case.dtype)

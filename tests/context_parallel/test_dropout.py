@@ -53,7 +53,7 @@ def a_step(mesh: str, choice: str, options: dict[str, Any]) -> tuple[float, dict
         ("cp=2,tp=2", "zero2", {"activation_checkpointing": "torch:block"}),
     ],
 )
-def test_a_model_with_dropout(ranks: RankPool, mesh: str, choice: str, options: dict[str, Any]):
+def test_a_model_with_dropout(ranks: RankPool, mesh, choice, options):
     sizes = Mesh.parse(mesh)
     results = ranks.run(sizes.size, a_step, mesh, choice, options)
     layout = layout_of(Case(sizes.degree("cp"), options.get("context_parallel", "zigzag")))

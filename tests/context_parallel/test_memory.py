@@ -51,7 +51,7 @@ def held(mesh: str, model: str, options: dict[str, Any]) -> tuple[int, int]:
         (4, "lm, qwen2", "pytorch_cp", 2),
     ],
 )
-def test_a_rank_holds_its_part(ranks: RankPool, ranks_of_cp: int, model: str, way: str, outputs: int):
+def test_a_rank_holds_its_part(ranks: RankPool, ranks_of_cp, model, way, outputs):
     """`outputs`: how often an attention's are held, in the order of attention and in that of what follows. The last
     rank of torch's ring never puts a part of them in place by a copy."""
     assert 4 * SAMPLES * LENGTH * FEATURES / ranks_of_cp > 2 * SMALL

@@ -114,7 +114,7 @@ def one_process() -> tuple[dict[str, Tensor], Tensor]:
         (2, 1, "zigzag", "zero1"),
     ],
 )
-def test_a_model_of_ones_own(ranks: RankPool, ranks_in_all: int, size: int, way: str, choice: str):
+def test_a_model_of_ones_own(ranks: RankPool, ranks_in_all, size, way, choice):
     state, answer = one_process()
     found = ranks.run(ranks_in_all, own_loop, size, way, choice)
     for rank, result in enumerate(found):
@@ -158,6 +158,6 @@ def attend(size: int, way: str, told: dict[str, Any]):
         (2, "ulysses", {"is_causal": True}, "do not divide 3 attention heads"),
     ],
 )
-def test_what_an_own_model_is_refused(ranks: RankPool, size: int, way: str, told: dict[str, Any], message: str):
+def test_what_an_own_model_is_refused(ranks: RankPool, size, way, told, message):
     for said in ranks.run(2, message_of, UserError, attend, size, way, told):
         assert message in said

@@ -1,7 +1,5 @@
 """What context parallelism refuses, and how its runs are named. Parity stands in `test_meshes.py`."""
 
-from typing import Any
-
 import pytest
 
 from ddp_lab.runtime.config import RunConfig
@@ -25,7 +23,7 @@ RING, ULYSSES, PYTORCH = ({"context_parallel": way} for way in ("ring", "ulysses
         ("lm, qwen2, window", {}, "Qwen2Attention uses sliding_window, which no ring does here"),
     ],
 )
-def test_what_is_refused(ranks: RankPool, model: str, options: dict[str, Any], message: str):
+def test_what_is_refused(ranks: RankPool, model, options, message):
     check(ranks, Case("tp", model, "cp=2", options, refused=message))
 
 
@@ -48,7 +46,7 @@ def test_ulysses_takes_dropout(ranks: RankPool):
         ({"mesh": "cp=2", "compile": True}, "must be without tp and cp"),
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str):
+def test_settings_that_do_not_go_together(settings, message):
     with pytest.raises(UserError, match=message):
         RunConfig.of(choice="tp", **settings)
 

@@ -42,7 +42,7 @@ def plain_loop(folder: Path) -> str:
     return said.getvalue()
 
 
-def test_a_plain_loop_learns_and_saves(ranks: RankPool, tmp_path: Path):
+def test_a_plain_loop_learns_and_saves(ranks: RankPool, tmp_path):
     said, nothing = ranks.run(2, plain_loop, tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
     assert losses[-1] < 0.8 * losses[0] and said.startswith("zero3: 2 ranks on ") and nothing == ""
@@ -50,7 +50,7 @@ def test_a_plain_loop_learns_and_saves(ranks: RankPool, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_turned_over_script_learns_and_saves(tmp_path: Path):
+def test_the_turned_over_script_learns_and_saves(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     said = run_example("fine_tune.py", tmp_path, "--choice", "zero3", "--output-dir", "tuned")

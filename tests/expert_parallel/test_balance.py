@@ -40,7 +40,7 @@ def balanced(case: Case) -> tuple[list[float], list[Any], dict[str, Tensor]]:
         Case("zero2", "lm, mixtral", "dp=2,ep=2", {**BIASED, "activation_checkpointing": "block"}, "some have none"),
     ],
 )
-def test_what_models_do_not_have_is_the_same_on_one_rank(ranks: RankPool, case: Case):
+def test_what_models_do_not_have_is_the_same_on_one_rank(ranks: RankPool, case):
     """Biases move, scores are of another kind."""
     losses, loads, state = ranks.run(case.of.size, balanced, case)[0]
     ((wanted_losses, wanted_loads, wanted),) = ranks.run(1, balanced, case)
@@ -58,7 +58,7 @@ def test_what_models_do_not_have_is_the_same_on_one_rank(ranks: RankPool, case: 
         ("ep=3", "lm, mixtral", "model.layers.0.mlp has 8 experts; take an ep that divides them"),
     ],
 )
-def test_models_that_are_refused(ranks: RankPool, mesh: str, model: str, message: str):
+def test_models_that_are_refused(ranks: RankPool, mesh, model, message):
     check(ranks, Case("zero1", model, mesh, refused=message))
 
 
@@ -74,7 +74,7 @@ def test_models_that_are_refused(ranks: RankPool, mesh: str, model: str, message
         ({"mesh": "ep=2", "choice": "pytorch_tp"}, "take tp, simple_ddp, zero1, zero2 or zero3"),
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str):
+def test_settings_that_do_not_go_together(settings, message):
     with pytest.raises(UserError, match=message):
         config = RunConfig.of(**{"choice": "simple_ddp"} | settings)
         tensor_parallel.load(config.choice).supports.require_mesh(Mesh.parse(str(config.mesh)))

@@ -55,7 +55,7 @@ def node(name: str, port: int, is_host: bool, folder: Path) -> Iterator[subproce
 
 
 @pytest.mark.slow
-def test_a_node_is_lost_and_one_joins(ranks: RankPool, tmp_path: Path):
+def test_a_node_is_lost_and_one_joins(ranks: RankPool, tmp_path):
     mark, port = f"elastic-{os.getpid()}-{tmp_path.name}", free_port()
 
     def said() -> str:

@@ -53,7 +53,7 @@ def require_ends_well(scenario: Scenario, choice: str, folder: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "choice"), QUICK)
-def test_a_fault_is_named_and_ends_the_run(tmp_path: Path, name: str, choice: str):
+def test_a_fault_is_named_and_ends_the_run(tmp_path, name, choice):
     require_ends_well(NAMED[name], choice, tmp_path)
     flights = sorted(path.name.split(".", 1)[1] for path in tmp_path.glob(f"profile/{choice}/*.flight.json"))
     assert flights == ["rank_0.flight.json", "rank_1.flight.json"]  # also of the rank that was killed
@@ -67,7 +67,7 @@ def test_a_fault_is_named_and_ends_the_run(tmp_path: Path, name: str, choice: st
         if name not in dict(QUICK)
     ],
 )
-def test_every_fault(tmp_path: Path, name: str):
+def test_every_fault(tmp_path, name):
     require_ends_well(NAMED[name], "simple_ddp", tmp_path)
 
 
@@ -78,14 +78,14 @@ def test_every_fault(tmp_path: Path, name: str):
         for number in range(len(ON_MESH))
     ],
 )
-def test_a_fault_on_a_mesh_ends_all_dimensions(tmp_path: Path, number: int):
+def test_a_fault_on_a_mesh_ends_all_dimensions(tmp_path, number):
     """The message names the rank with its place."""
     require_ends_well(ON_MESH[number], "tp", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", IN_STAGES, ids=lambda scenario: scenario.name)
-def test_a_fault_in_a_stage_ends_all(tmp_path: Path, scenario: Scenario):
+def test_a_fault_in_a_stage_ends_all(tmp_path, scenario):
     require_ends_well(scenario, "tp", tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_a_fault_in_a_stage_ends_all(tmp_path: Path, scenario: Scenario):
         for to in ("torchrun", "rank 1", "ddp-lab")
     ],
 )
-def test_signals(tmp_path: Path, sent: signal.Signals, to: str):
+def test_signals(tmp_path, sent, to):
     """To torchrun, ddp-lab train or a rank: one line, a record, and no process that continues without torchrun."""
     mark = f"signal-{os.getpid()}-{tmp_path.name}"
     launcher = (
@@ -125,7 +125,7 @@ def test_signals(tmp_path: Path, sent: signal.Signals, to: str):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_signal_while_torch_loads(tmp_path: Path, sent: signal.Signals):
+def test_a_signal_while_torch_loads(tmp_path, sent):
     command = [sys.executable, "-m", "ddp_lab", "train", "flat_ddp", *TINY, "--output-dir", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and "load torch" in process.stdout.readline()
@@ -152,7 +152,7 @@ LITTLE_SHM = 'unshare -Urm sh -c \'mount -t tmpfs -o size=4k none /dev/shm && $0
         pytest.param(LITTLE_SHM, 1, "df -h /dev/shm", marks=[pytest.mark.slow, needs_mounts]),
     ],
 )
-def test_what_a_shell_withholds(tmp_path: Path, shell: str, code: int, says: str):
+def test_what_a_shell_withholds(tmp_path, shell, code, says):
     """At most one line, and a record where the run can go on."""
     command = [sys.executable, "-m", "ddp_lab", "train", "flat_ddp", "--ranks", "2", *TINY, "--max-steps", "2"]
     answer = subprocess.run(
@@ -186,7 +186,7 @@ GOES_ON = "from ddp_lab.runtime.process.output import guard_output; guard_output
         (f"\"$0\" -c '{GOES_ON}' >/dev/full 2>/dev/full", 0, ""),
     ],
 )
-def test_a_lost_output_shows_no_traceback(shell: str, code: int, says: str):
+def test_a_lost_output_shows_no_traceback(shell, code, says):
     answer = subprocess.run(["bash", "-c", shell, sys.executable], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert (answer.returncode, answer.stderr) == (code, says)
 
@@ -202,7 +202,7 @@ def stopped_by_a_signal(settings: dict[str, Any]):
         train_and_record(config, here, ddp.load, so_far)
 
 
-def test_sigusr1(ranks: RankPool, tmp_path: Path):
+def test_sigusr1(ranks: RankPool, tmp_path):
     """To one rank: all save, and end as a run does that is done. Under torchrun: `test_elastic.py`."""
     settings = {"choice": "flat_ddp", "workload": "mlp", "depth": 2, "width": 8, "epochs": 100_000, "no_profile": True}
     ranks.run(2, stopped_by_a_signal, settings | {"checkpoint_every": 1_000_000, "output_dir": str(tmp_path)})

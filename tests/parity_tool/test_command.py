@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 ROOT = Path(__file__).parents[2]
 
 
-def test_recorded_runs(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_recorded_runs(ranks: RankPool, tmp_path, capsys):
     ranks.run(1, run_both, tmp_path, {})
     ranks.run(2, run_one, tmp_path / "b", {"wrapper": "ddp", "fault": "not divided", "micro_batches": 4})
     runs = [str(tmp_path / run) for run in "abc"]
@@ -54,7 +54,7 @@ def build():
 
 
 @pytest.mark.slow  # 12 s; the ranks' output is read from a process of their own
-def test_what_a_failed_run_names_is_there(tmp_path: Path):
+def test_what_a_failed_run_names_is_there(tmp_path):
     (tmp_path / "crashes.py").write_text(CRASHES)
     flags = ["--workload", f"{tmp_path}/crashes.py:build", "--device", "cpu", "--output-dir", str(tmp_path)]
     command = [sys.executable, "-m", "ddp_lab", "parity", "--choice", "zero1", "--ranks", "1", *flags]
@@ -64,7 +64,7 @@ def test_what_a_failed_run_names_is_there(tmp_path: Path):
     assert len(named) == 2 and all(Path(each).is_file() for each in named)
 
 
-def test_tensors_of_a_module_are_kept_whole(tmp_path: Path):
+def test_tensors_of_a_module_are_kept_whole(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = watch(model, tmp_path, whole="0")
@@ -97,7 +97,7 @@ COMMANDS = RUNS["commands"]
         for name, line in COMMANDS[how].items()
     ],
 )
-def test_strategies_agree(line: str, tmp_path: Path):
+def test_strategies_agree(line, tmp_path):
     for name in ("PLAIN", "LANGUAGE"):
         line = line.replace(name, COMMANDS[name])
     assert main([*line.split(), "--steps", "2", "--output-dir", str(tmp_path)]) == 0

@@ -86,7 +86,7 @@ def answer(a: Path, b: Path) -> Answer:
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="not installed; run: uv sync --extra deepspeed")
 @pytest.mark.parametrize("stage", range(4))
-def test_deepspeed(stage: int, ranks: RankPool, tmp_path: Path):
+def test_deepspeed(stage, ranks: RankPool, tmp_path):
     plainly(tmp_path / "a")
     plainly(tmp_path / "clips", CLIPS)
     for micro_batches in (1, 2):
@@ -99,7 +99,7 @@ def test_deepspeed(stage: int, ranks: RankPool, tmp_path: Path):
         assert said in found.lines[1], (fault, found.lines)
 
 
-def test_a_module_with_names_of_an_engine(tmp_path: Path):
+def test_a_module_with_names_of_an_engine(tmp_path):
     net = torch.nn.Linear(2, 1)
     net.gradient_clipping = 1.0  # type: ignore[assignment]
     recorder = watch(net, tmp_path / "a", steps=1)
@@ -109,7 +109,7 @@ def test_a_module_with_names_of_an_engine(tmp_path: Path):
     assert read(tmp_path / "a").steps == [0]
 
 
-def test_gradients_that_cannot_be_read(tmp_path: Path):
+def test_gradients_that_cannot_be_read(tmp_path):
     plainly(tmp_path / "a")
     plainly(tmp_path / "b", is_flat=True)
     assert "no gradient of run B could be read" in answer(tmp_path / "a", tmp_path / "b").lines[1]

@@ -63,7 +63,7 @@ def recorded(ranks: RankPool, folder_of: FolderOf, folder: Path, row: dict[str, 
 
 
 @pytest.mark.parametrize("name", by_default(RUNS["faults"], *RUNS["faults"].keys() - AS_ANOTHER))
-def test_a_fault_is_named(name: str, ranks: RankPool, folder_of: FolderOf, tmp_path: Path):
+def test_a_fault_is_named(name, ranks: RankPool, folder_of, tmp_path):
     row = RUNS["faults"][name]
     made = compare(*recorded(ranks, folder_of, tmp_path, row, wrapper="ddp", fault=name))
     cause = cause_of(made)
@@ -73,7 +73,7 @@ def test_a_fault_is_named(name: str, ranks: RankPool, folder_of: FolderOf, tmp_p
 
 
 @pytest.mark.parametrize("name", by_default(RUNS["healthy"], *HEALTHY))
-def test_right_runs_agree(name: str, ranks: RankPool, folder_of: FolderOf, tmp_path: Path):
+def test_right_runs_agree(name, ranks: RankPool, folder_of, tmp_path):
     a, b, yardstick = recorded(ranks, folder_of, tmp_path, RUNS["healthy"][name])
     for known in (yardstick, None):
         answer = Answer.of(compare(a, b, known), known is not None, [])

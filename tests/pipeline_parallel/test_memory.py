@@ -79,7 +79,7 @@ def on_paper(actions: list[Action], adds: dict[tuple[Kind, int], int]) -> int:
 
 
 @each_row("schedule, stages_per_rank", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
-def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule: str, stages_per_rank: int):
+def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule, stages_per_rank):
     """A pass holds what a block gets and what its tanh makes, which is what the next block gets. Where backward is in
     two, a product keeps what it got and the gradient of what it made, until the gradient of its weight is computed."""
     lists = lists_of(SCHEDULES[schedule], Shape(RANKS, MICRO_BATCHES, stages_per_rank))

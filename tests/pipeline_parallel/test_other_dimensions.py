@@ -31,7 +31,7 @@ def with_dropout(options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("way", by_default([{}, SEQUENCE], SEQUENCE))
-def test_dropout(ranks: RankPool, way: dict[str, Any]):
+def test_dropout(ranks: RankPool, way):
     """Ranks of one stage draw alike what all of them compute, and a block that runs again draws what it drew."""
     plain = ranks.run(4, with_dropout, way)
     for first in (0, 2):
@@ -44,7 +44,7 @@ def test_dropout(ranks: RankPool, way: dict[str, Any]):
 
 
 @each_row("choice", ["pytorch_tp", "pytorch_fsdp_tp"])
-def test_torchs_own_cut_neither_stages_nor_tokens(choice: str):
+def test_torchs_own_cut_neither_stages_nor_tokens(choice):
     for mesh in ("pp=2,tp=2", "cp=2,tp=2"):
         with pytest.raises(UserError, match="--mesh with pp or cp: PyTorch's tensor parallelism cuts neither"):
             tensor_parallel.load(choice).supports.require_mesh(Mesh.parse(mesh))

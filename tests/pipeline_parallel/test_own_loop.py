@@ -82,9 +82,7 @@ def one_process() -> tuple[list[float], Any, float]:
         ("dp=2,pp=2", "zero2", "zb-h1", 1, [["body.0", "body.2", "body.3"], ["body.4", "body.6"]]),
     ],
 )
-def test_a_sequence_in_an_own_loop(
-    ranks: RankPool, mesh: str, choice: str, schedule: str, stages_per_rank: int, split: Any
-):
+def test_a_sequence_in_an_own_loop(ranks: RankPool, mesh, choice, schedule, stages_per_rank, split):
     size = 4 if "dp" in mesh else 2
     wanted_losses, wanted_state, wanted_answer = one_process()
     found = ranks.run(size, own_loop, mesh, choice, schedule, stages_per_rank, split)

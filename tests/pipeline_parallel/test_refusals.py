@@ -1,9 +1,6 @@
 """What cannot be cut into stages, or trained so, is refused by name."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +34,7 @@ from tests.tables import each_row
         ({"mesh": "pp=2", "overlap_optimizer": True}, "^--overlap-optimizer: must be without pp"),
     ],
 )
-def test_flags(flags: dict[str, Any], message: str):
+def test_flags(flags, message):
     with pytest.raises(UserError, match=message):
         RunConfig.of(choice="tp", **flags)
 
@@ -83,7 +80,7 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be():
     assert cut_by_cost([0, 1, 1, 1, 1, 1, 1, 0], [False, *[True] * 6, False], 3) == [2, 2, 2]
 
 
-def test_a_plan_lists_the_modules_of_each_stage(tmp_path: Path):
+def test_a_plan_lists_the_modules_of_each_stage(tmp_path):
     plan = tmp_path / "plan.toml"
     config = RunConfig.of(choice="tp", mesh="pp=2", plan=str(plan))
     plan.write_text('stages = [["first", "blocks.0"], ["blocks.*", "last"]]')
@@ -106,6 +103,6 @@ def test_a_plan_lists_the_modules_of_each_stage(tmp_path: Path):
         ("gpipe", "lm, long, tied", [2, 2], "lm_head.weight and model.embed_tokens.weight: torch's stages share no"),
     ],
 )
-def test_torchs_own_schedules(ranks: RankPool, schedule: str, model: str, split: Sequence[int], message: str):
+def test_torchs_own_schedules(ranks: RankPool, schedule, model, split, message):
     case = in_stages("pytorch_pp", "pp=2", model, schedule)
     check(ranks, replace(case, split=[[split]], refused=message))

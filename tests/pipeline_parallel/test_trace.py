@@ -34,7 +34,7 @@ def write_traces(folder: Path, schedule: str, stages_per_rank: int):
         profiler.export_chrome_trace(str(folder / f"rank_{rank}.json"))
 
 
-def test_a_profile_names_each_action(ranks: RankPool, tmp_path: Path):
+def test_a_profile_names_each_action(ranks: RankPool, tmp_path):
     """And from these names the report knows what each rank did."""
     ranks.run(2, write_traces, tmp_path, "zb-h1", 1)
     shape = Shape(2, MICRO_BATCHES)
@@ -58,7 +58,7 @@ def test_a_profile_names_each_action(ranks: RankPool, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_bubble_of_a_report_is_that_of_the_paper(name: str):
+def test_the_bubble_of_a_report_is_that_of_the_paper(name):
     shape = Shape(4, 8, 2 if name == "interleaved" else 1)
     paper = run_on_paper(lists_of(SCHEDULES[name], shape), shape)
     rows = [

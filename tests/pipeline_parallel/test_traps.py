@@ -30,7 +30,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize("case", by_default(STAGES, *STAGES[:5]), ids=str)
-def test_a_pipeline_is_one_process_to_the_last_bit(ranks: RankPool, case: Case):
+def test_a_pipeline_is_one_process_to_the_last_bit(ranks: RankPool, case):
     """One that accumulates the same micro-batches: each sum is in their order. (But for a weight of two stages.)"""
     case = replace(case, split=[[[3, 2, 4]]] * 2, optimizer="adam")
     found = ranks.run(case.of.size, trained, case)
@@ -81,6 +81,6 @@ def overflowing_in_one_stage(choice: str, rank: int, layer: str) -> list[tuple[b
 
 
 @each_row("choice, rank, layer", [("tp", 3, "last"), ("zero3", 0, "blocks.0")])
-def test_an_overflow_in_one_stage_skips_the_step_for_all(ranks: RankPool, choice: str, rank: int, layer: str):
+def test_an_overflow_in_one_stage_skips_the_step_for_all(ranks: RankPool, choice, rank, layer):
     found = ranks.run(4, overflowing_in_one_stage, choice, rank, layer)
     assert found == [[(False, 16.0, False), (True, 8.0, True), (False, 8.0, False)]] * 4

@@ -334,7 +334,7 @@ def outcomes(choice: str, schedule: str, cases: Sequence[str], evaluates: bool) 
 @pytest.mark.parametrize(
     "choice, schedule, evaluates", [("tp", "1f1b", False), ("zero3", "zb-h1", False), ("zero1", "gpipe", True)]
 )
-def test_it_is_right_or_refused(ranks: RankPool, choice: str, schedule: str, evaluates: bool):
+def test_it_is_right_or_refused(ranks: RankPool, choice, schedule, evaluates):
     cases = [case for case, (*_, said) in CASES.items() if choice == "tp" or said == RIGHT or case in TWICE]
     wrong = []
     for found in ranks.run(2, outcomes, choice, schedule, cases, evaluates):

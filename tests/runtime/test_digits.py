@@ -20,7 +20,7 @@ from tests.tables import each_row
 
 
 @pytest.mark.slow
-def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path):
+def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path):
     settings = {"choice": "simple_ddp", "workload": "digits", "global_batch_size": 64, "epochs": 4}
     settings |= {"output_dir": str(tmp_path), "no_profile": True}
     assert set(ranks.run(2, run_here, settings)) == {None}
@@ -49,7 +49,7 @@ def losses_of_trained_and_saved(choice: str) -> tuple[float, float | None]:
 
 
 @each_row("choice", ["simple_ddp", "pytorch_ddp", "zero2"])
-def test_what_is_evaluated_is_what_is_saved(ranks: RankPool, choice: str):
+def test_what_is_evaluated_is_what_is_saved(ranks: RankPool, choice):
     (found, saved), (other, _) = ranks.run(2, losses_of_trained_and_saved, choice)
     assert found == other == pytest.approx(saved, rel=1e-6)
 

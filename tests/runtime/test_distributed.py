@@ -17,5 +17,5 @@ def meet(path: str) -> bool:
     return Path(path).exists()
 
 
-def test_nobody_leaves_before_all_have_come(ranks: RankPool, tmp_path: Path):
+def test_nobody_leaves_before_all_have_come(ranks: RankPool, tmp_path):
     assert ranks.run(2, meet, str(tmp_path / "came")) == [True, True]

@@ -20,7 +20,7 @@ TINY |= {"global_batch_size": 4}
 TOO_LARGE = 2.0**22
 
 
-def test_a_run_skips_its_first_steps_and_resumes_with_its_scale(ranks: RankPool, tmp_path: Path):
+def test_a_run_skips_its_first_steps_and_resumes_with_its_scale(ranks: RankPool, tmp_path):
     """It begins with a scale that overflows. Steps count, skipped or not; what is recorded says which were."""
     fp16 = {**TINY, "precision": "fp16", "loss_scale": TOO_LARGE, "choice": "flat_ddp"}
     straight = {**fp16, "output_dir": str(tmp_path / "straight")}
@@ -73,7 +73,7 @@ def loaded_by(choice: str, folder: Path) -> list[float]:
 
 
 @each_row("saves, loads", [("zero3", "bucket_ddp_async"), ("pytorch_ddp", "pytorch_zero3")])
-def test_scale_and_growth_tracker_are_saved(ranks: RankPool, tmp_path: Path, saves: str, loads: str):
+def test_scale_and_growth_tracker_are_saved(ranks: RankPool, tmp_path, saves, loads):
     scale, tracker = ranks.run(2, saved_by, saves, tmp_path / "saved")[0]
     assert 4 < scale < TOO_LARGE and tracker > 0
     assert ranks.run(3, loaded_by, loads, tmp_path / "saved") == [[scale, tracker]] * 3

@@ -74,7 +74,7 @@ DATA = ["text.csv", "text.json", "saved", "text.txt"]
 
 
 @each_row("dataset, streaming", [*((name, False) for name in DATA), ("text.parquet", True), ("texts", True)])
-def test_text_in_every_format(ranks: RankPool, local: Path, dataset: str, streaming: bool):
+def test_text_in_every_format(ranks: RankPool, local, dataset, streaming):
     column = "body" if dataset == "text.json" else "text"
     settings = settings_of(local, Path("unused"), dataset=dataset, streaming=streaming, text_column=column)
     shapes = ranks.run(2, workload_here, settings)
@@ -100,7 +100,7 @@ FAMILIES = [
 
 
 @each_row("family", FAMILIES)
-def test_new_weights_are_those_of_the_seed_on_every_rank(ranks: RankPool, local: Path, family: dict[str, Any]):
+def test_new_weights_are_those_of_the_seed_on_every_rank(ranks: RankPool, local, family):
     """Ranks build at the same time, each on its own; what `transformers` builds alone has the same bits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -122,7 +122,7 @@ def bits_of(model: nn.Module) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
 
 
-def test_text_in_files_is_held_out_and_counted_by_tokens(ranks: RankPool, local: Path, tmp_path: Path):
+def test_text_in_files_is_held_out_and_counted_by_tokens(ranks: RankPool, local, tmp_path):
     """With a config alone: random weights, and a tokenizer made from the text."""
     settings = settings_of(local, tmp_path, model="config", dataset="text.txt", sequence_length=None, generate=6)
     assert ranks.run(2, run_here, settings) == [None, None]
@@ -133,7 +133,7 @@ def test_text_in_files_is_held_out_and_counted_by_tokens(ranks: RankPool, local:
     assert record["generated"].keys() == {"prompt", "text", "tokens"} and record["generated"]["tokens"] <= 6
 
 
-def test_prompts_and_completions(ranks: RankPool, local: Path, tmp_path: Path):
+def test_prompts_and_completions(ranks: RankPool, local, tmp_path):
     settings = settings_of(local, tmp_path, dataset="prompts.jsonl", sequence_length=64, train_samples=None)
     assert ranks.run(2, run_here, settings) == [None, None]
     record = record_of(tmp_path, "flat_ddp")
@@ -145,7 +145,7 @@ def test_prompts_and_completions(ranks: RankPool, local: Path, tmp_path: Path):
     )
 
 
-def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local: Path, tmp_path: Path):
+def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local, tmp_path):
     """GPT-2's embeddings are tied."""
     texts = []
     for name in ("baseline", "zero3"):
@@ -166,7 +166,7 @@ BAD = {
 
 
 @each_row("case", BAD)
-def test_bad_text(ranks: RankPool, local: Path, tmp_path: Path, case: str):
+def test_bad_text(ranks: RankPool, local, tmp_path, case):
     changes, expected = BAD[case]
     messages = ranks.run(2, run_here, settings_of(local, tmp_path, **changes))
     assert messages[0] == messages[1] and messages[0] and expected in messages[0], messages

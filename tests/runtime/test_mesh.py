@@ -1,7 +1,6 @@
 """The arithmetic of meshes."""
 
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ degrees = st.fixed_dictionaries({"dp": st.integers(1, 5), "tp": st.integers(1, 4
 
 
 @given(degrees)
-def test_ranks_and_coordinates(given_degrees: dict[str, int]):
+def test_ranks_and_coordinates(given_degrees):
     mesh = Mesh({name: given_degrees[name] for name in ("dp", "tp")})
     places = [tuple(mesh.coordinates(rank).values()) for rank in range(mesh.size)]
     assert len(set(places)) == mesh.size == mesh.data_size * mesh.model_size
@@ -39,7 +38,7 @@ def test_a_mesh_must_fit_the_ranks():
         mesh.require_ranks(8, 2)
 
 
-def test_plans_from_files(tmp_path: Path):
+def test_plans_from_files(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('"layers.*.wq" = { style = "column", heads = 8 }\n"layers.*.wo" = "row"\n')
     assert read_plan(path) == {"layers.*.wq": Column(heads=8), "layers.*.wo": Row()}

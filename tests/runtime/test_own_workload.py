@@ -74,7 +74,7 @@ def trained(ranks: RankPool, folder: Path, choice: str, **settings: Any) -> dict
     return json.loads(path.read_text())
 
 
-def test_the_example_trains_under_every_kind_of_choice(ranks: RankPool, tmp_path: Path):
+def test_the_example_trains_under_every_kind_of_choice(ranks: RankPool, tmp_path):
     settings = {"workload": "examples/workload.py:build", "global_batch_size": 40, "epochs": 3}
     records = [trained(ranks, tmp_path, choice, **settings) for choice in ("baseline", "zero3")]
     for record in records:
@@ -93,7 +93,7 @@ def test_docs_have_every_field():
     assert set(documented) == set(fields) - {"language", "notes"}
 
 
-def test_samples_are_cut_and_labels_are_counted(ranks: RankPool, tmp_path: Path):
+def test_samples_are_cut_and_labels_are_counted(ranks: RankPool, tmp_path):
     name = written(tmp_path, f"def build(config):\n    assert config.lr == 0.5\n    return {GOOD}")
     record = trained(ranks, tmp_path, "zero1", workload=name, lr=0.5, train_samples=9, eval_samples=3)
     assert record["train_samples"] == 9 and record["eval"]["samples"] == 3 and 0 <= record["eval"]["accuracy"] <= 1
@@ -103,7 +103,7 @@ MISTAKES = tomllib.loads(Path(__file__).with_name("own_mistakes.toml").read_text
 
 
 @each_row("mistake", MISTAKES)
-def test_a_mistake_is_one_line_on_every_rank(ranks: RankPool, tmp_path: Path, mistake: str):
+def test_a_mistake_is_one_line_on_every_rank(ranks: RankPool, tmp_path, mistake):
     row = MISTAKES[mistake]
     built = f"{row.get('before', '')}\ndef build():\n    return {GOOD.replace(*row['put'])}" if "put" in row else ""
     written(tmp_path, row.get("code", built))
@@ -112,7 +112,7 @@ def test_a_mistake_is_one_line_on_every_rank(ranks: RankPool, tmp_path: Path, mi
         assert message and "\n" not in message and message.startswith(f"--workload {name}: ") and row["says"] in message
 
 
-def test_losses_that_are_means_pass(ranks: RankPool, tmp_path: Path):
+def test_losses_that_are_means_pass(ranks: RankPool, tmp_path):
     """Of few samples, of few tokens that count, with dropout, of other samples in the batch, or zero."""
     losses = ("mean", "lambda output, batch: (output * 0).sum()", "contrast")
     for number, loss in enumerate(losses):
@@ -131,7 +131,7 @@ def build():
         assert ranks.run(2, message_here, written(tmp_path, code)) == [None, None]
 
 
-def test_models_that_differ_between_ranks(ranks: RankPool, tmp_path: Path):
+def test_models_that_differ_between_ranks(ranks: RankPool, tmp_path):
     name = written(
         tmp_path,
         f"import os\ndef build():\n    work = {GOOD}\n"

@@ -59,7 +59,7 @@ def record_of(folder: Path, choice: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["bucket_ddp_async", "pytorch_ddp"])
-def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path: Path, choice: str):
+def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path, choice):
     settings = {**TINY, "choice": choice, "output_dir": str(tmp_path), "profile_repeat": 1}
     assert ranks.run(2, run_here, settings) == [None, None]
     record = record_of(tmp_path, choice)
@@ -108,7 +108,7 @@ def documented(page: str) -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", (DOCS / page).read_text(), re.MULTILINE)
 
 
-def test_evaluation_and_losses_do_not_depend_on_the_number_of_ranks(ranks: RankPool, tmp_path: Path):
+def test_evaluation_and_losses_do_not_depend_on_the_number_of_ranks(ranks: RankPool, tmp_path):
     records = []
     for world_size in (1, 3):
         settings = {
@@ -178,7 +178,7 @@ def yelp_settings(local: Path, output: Path, dataset: str = "parquet", model: st
     }
 
 
-def test_local_model_and_data(ranks: RankPool, local: Path, tmp_path: Path):
+def test_local_model_and_data(ranks: RankPool, local, tmp_path):
     """Through the code that loads `yelp` from the hub; the saved model is bf16 and trains in fp32."""
     assert ranks.run(2, run_here, yelp_settings(local, tmp_path, "saved")) == [None, None]
     record = record_of(tmp_path, "flat_ddp")
@@ -186,7 +186,7 @@ def test_local_model_and_data(ranks: RankPool, local: Path, tmp_path: Path):
     assert record["memory"][0]["parameters_bytes"] == 4 * record["parameters"]
 
 
-def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local: Path, tmp_path: Path):
+def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local, tmp_path):
     """The adapter that the run leaves, on the saved model, gives the loss that the run found on held-out samples."""
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
@@ -216,7 +216,7 @@ def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local: Path
     assert loss == pytest.approx(record["eval"]["loss"], rel=1e-5)
 
 
-def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, local: Path, tmp_path: Path):
+def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, local, tmp_path):
     """What is found once torch is there; before: `tests/mistakes.toml`."""
     tiny = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path)}
     for settings, expected in (
@@ -230,7 +230,7 @@ def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, local: Path, tmp_p
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full")
-def test_a_full_disk_is_said_and_leaves_earlier_results(ranks: RankPool, tmp_path: Path):
+def test_a_full_disk_is_said_and_leaves_earlier_results(ranks: RankPool, tmp_path):
     settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), "profile_repeat": 1}
     ranks.run(2, run_here, settings)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -300,9 +300,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int):
         (0, {"link": "1gbit"}, ("cpu", "gloo")),
     ],
 )
-def test_device_and_backend(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, flags: dict[str, str], expected: tuple[str, str] | str
-):
+def test_device_and_backend(monkeypatch, gpus, flags, expected):
     on_machine(monkeypatch, gpus, local_ranks=2)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
@@ -312,9 +310,7 @@ def test_device_and_backend(
         assert (str(device), backend) == expected
 
 
-def test_a_run_without_torchrun_says_how_to_start_it(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_run_without_torchrun_says_how_to_start_it(monkeypatch, capfd):
     on_machine(monkeypatch, gpus=0, local_ranks=1)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name)

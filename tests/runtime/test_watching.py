@@ -75,7 +75,7 @@ class Mute(Exception):
 @each_row(
     "error, text", [(ValueError("a\udcff"), r"ValueError: a\udcff"), (Mute(), "Mute: (its text cannot be read: ")]
 )
-def test_a_flight_recorder_takes_any_exception(error: Exception, text: str):
+def test_a_flight_recorder_takes_any_exception(error, text):
     flight = FlightRecorder.create(rank=0)
     flight.set_exit_reason(ExitReason.of(error, in_collective=False))
     assert flight.exit_reason is not None and flight.exit_reason.text.startswith(text)
@@ -122,7 +122,7 @@ def exchange(order: str) -> str | None:
 
 
 @each_row("order", ["same", "swapped", "unknown"])
-def test_the_order_of_equal_gradients(ranks: RankPool, order: str):
+def test_the_order_of_equal_gradients(ranks: RankPool, order):
     first, second = ranks.run(2, exchange, order)
     assert first == second
     if order != "swapped":
@@ -133,7 +133,7 @@ def test_the_order_of_equal_gradients(ranks: RankPool, order: str):
 
 
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=40, unique=True), st.integers(4001, 4003))
-def test_groups_of_other_ranks_have_other_names(ranks: list[int], another: int):
+def test_groups_of_other_ranks_have_other_names(ranks, another):
     label = group_label(sorted(ranks))
     assert len(label) <= 19 and label != group_label(sorted({*ranks, another}))
     assert all(entry(1, group=label).is_of(rank) for rank in ranks)
@@ -159,7 +159,7 @@ def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "
         ({"group": "ranks 1,2", "elements": 11}, False),
     ],
 )
-def test_where_sequences_differ(changes: dict[str, Any], differs: bool):
+def test_where_sequences_differ(changes, differs):
     one, other = entry(2), entry(2, **changes)
     found = find_difference({0: [entry(1), one, entry(3)], 1: [entry(1), other]})
     assert (found is not None) == differs
@@ -272,7 +272,7 @@ CASES = {
 
 
 @each_row("case", CASES)
-def test_the_first_cause(case: str):
+def test_the_first_cause(case):
     reports, expected, message = CASES[case]
     ending = first_cause(dict(enumerate(reports)))
     assert (ending.how, ending.rank) == expected and str(ending.message).startswith(message)
@@ -313,5 +313,5 @@ def test_ranks_that_wait_for_each_other_in_different_groups():
         (RuntimeError("op.preamble.length <= op.nbytes"), True, "collective"),
     ],
 )
-def test_exceptions_of_collectives_are_told_from_others(error: Exception, in_collective: bool, expected: str):
+def test_exceptions_of_collectives_are_told_from_others(error, in_collective, expected):
     assert kind_of(error, in_collective) == expected

@@ -86,7 +86,7 @@ def check(ranks: RankPool, choice: str, names: Iterable[str]):
 
 
 @in_own_loops
-def test_three_steps(ranks: RankPool, choice: str):
+def test_three_steps(ranks: RankPool, choice):
     """Of one architecture, in turn; zero3 also of T5, whose blocks hand on a tensor that the first one made."""
     names = list(ARCHITECTURES)[NAMES.index(choice) % len(ARCHITECTURES) :][:1]
     check(ranks, choice, ["T5", *names] if choice == "zero3" else names)
@@ -94,5 +94,5 @@ def test_three_steps(ranks: RankPool, choice: str):
 
 @pytest.mark.exhaustive
 @in_own_loops
-def test_three_steps_of_all(ranks: RankPool, choice: str):
+def test_three_steps_of_all(ranks: RankPool, choice):
     check(ranks, choice, ARCHITECTURES)

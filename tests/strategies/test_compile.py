@@ -19,7 +19,7 @@ sampled = pytest.mark.parametrize(
 
 
 @sampled
-def test_nothing_is_compiled_after_the_steps_that_settle(ranks: RankPool, choice: str):
+def test_nothing_is_compiled_after_the_steps_that_settle(ranks: RankPool, choice):
     """Both blocks of the model share a graph, which serves all later steps; a smaller last batch makes one more."""
     for settled, later, smaller in ranks.run(2, records_of_compilation, choice):
         assert settled["blocks"] == 2 and settled["graphs"] == 1 and settled["seconds"] > 0
@@ -42,5 +42,5 @@ def records_of_compilation(choice: str) -> list[dict[str, Any]]:
 
 
 @sampled
-def test_parity(ranks: RankPool, choice: str):
+def test_parity(ranks: RankPool, choice):
     check(ranks, Case(choice, "llama", options=QUICK, clip=0.1))

@@ -85,6 +85,6 @@ def all_trained(choice: str):
 
 
 @each_row("choice", FAMILIES)
-def test_defaults_of_torch(ranks: RankPool, choice: str):
+def test_defaults_of_torch(ranks: RankPool, choice):
     """Bitwise; and a model that is in the default dtype trains in that precision, as in one process."""
     ranks.run(2, all_trained, choice)

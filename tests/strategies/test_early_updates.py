@@ -33,7 +33,7 @@ def nonfinite_gradient(layer: int) -> str:
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_bad_gradient_stops_early_updates(ranks: RankPool, layer: int):
+def test_a_bad_gradient_stops_early_updates(ranks: RankPool, layer):
     for message in ranks.run(2, nonfinite_gradient, layer):
         assert "on rank 1" in message and "parameters of earlier buckets are updated already" in message
 

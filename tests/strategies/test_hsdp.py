@@ -1,7 +1,5 @@
 """Hybrid sharding, over a part of the ranks, beyond parity: sums, what is not finite, and checkpoints."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ def unlike_gradients(name: str, options: Options) -> list[float]:
 
 @each_row("name", NAMES[:3])
 @each_row("options", [{}, {"param_dtype": "bf16"}])
-def test_replicas_add_up_in_fp32(ranks: RankPool, name: str, options: Options):
+def test_replicas_add_up_in_fp32(ranks: RankPool, name, options):
     """Whatever parameters are cast to: in bf16 the first row's 257 would be rounded, and the small ones lost."""
     assert ranks.run(4, unlike_gradients, name, options)[0] == [64.25 + 2.0**-10]
 
@@ -44,7 +42,7 @@ def poisoned(name: str) -> str:
 
 
 @each_row("name", ["zero3", "pytorch_zero3"])
-def test_what_is_not_finite_on_one_rank_is_seen_by_all(ranks: RankPool, name: str):
+def test_what_is_not_finite_on_one_rank_is_seen_by_all(ranks: RankPool, name):
     for message in ranks.run(4, poisoned, name):
         assert "rank 3" in message and "step 1" in message
 
@@ -57,7 +55,7 @@ def saved_elements(name: str) -> list[tuple[str, int]]:
 
 
 @each_row("name", ["zero2", "zero3"])
-def test_one_replica_saves_each_element(ranks: RankPool, name: str):
+def test_one_replica_saves_each_element(ranks: RankPool, name):
     saved = [entry for of_rank in ranks.run(4, saved_elements, name) for entry in of_rank]
     for kind in ("parameter/", "optimizer/exp_avg/", "optimizer/exp_avg_sq/"):
         assert sum(length for key, length in saved if key.startswith(kind)) == ELEMENTS, kind
@@ -65,7 +63,7 @@ def test_one_replica_saves_each_element(ranks: RankPool, name: str):
 
 
 @pytest.mark.parametrize("name", by_default(NAMES, "zero3", "pytorch_zero3"))
-def test_checkpoints_go_on_here_and_elsewhere(ranks: RankPool, tmp_path: Path, name: str):
+def test_checkpoints_go_on_here_and_elsewhere(ranks: RankPool, tmp_path, name):
     """Bit by bit on the same mesh, and nearly on another one or under a choice that shards nothing."""
     case = Case(name, "tied", FOUR, optimizer="adam")
     wanted, same = (ranks.run(4, function, case, tmp_path / "saved")[0] for function in (saved_halfway, gone_on))

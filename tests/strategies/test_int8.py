@@ -27,7 +27,7 @@ elements = st.floats(-(2.0**120), 2.0**120, width=32)
 
 @given(st.lists(st.lists(elements, min_size=5, max_size=5), min_size=1, max_size=8))
 @settings(deadline=None)
-def test_a_message_loses_at_most_half_a_scale(rows: list[list[float]]):
+def test_a_message_loses_at_most_half_a_scale(rows):
     """And zeros stay zeros, and the largest of a block keeps its sign."""
     blocks = torch.tensor(rows)
     arrived = int8.dequantize(int8.quantize(blocks))
@@ -44,7 +44,7 @@ def test_a_message_has_a_quarter_of_the_bytes():
 
 
 @each_row("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_arrives_and_is_not_owed(bad: float):
+def test_what_is_not_finite_arrives_and_is_not_owed(bad):
     owed = torch.randn(2, 8)
     owed[1, 3] = bad
     arrived = int8.dequantize(int8.next_message(owed))
@@ -68,7 +68,7 @@ def averages_of(sizes: tuple[int, ...], rounds: int) -> list[torch.Tensor]:
 
 
 @each_row("world_size", [2, 3])
-def test_ranks_are_bitwise_equal_at_any_size(ranks: RankPool, world_size: int):
+def test_ranks_are_bitwise_equal_at_any_size(ranks: RankPool, world_size):
     first, *others = ranks.run(world_size, averages_of, SIZES, 3)
     for other in others:
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
@@ -88,7 +88,7 @@ def average_of_integers(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @each_row("dtype", [torch.float32, torch.float64])
-def test_what_int8_holds_is_exact(ranks: RankPool, dtype: torch.dtype):
+def test_what_int8_holds_is_exact(ranks: RankPool, dtype):
     for average, wanted in ranks.run(3, average_of_integers, dtype):
         assert average.dtype == dtype and torch.equal(average, wanted)
 
@@ -131,7 +131,7 @@ def mean_of_rounds(forgets: bool) -> tuple[float, float]:
 
 
 @each_row("forgets", [False, True])
-def test_what_is_lost_arrives_later(ranks: RankPool, forgets: bool):
+def test_what_is_lost_arrives_later(ranks: RankPool, forgets):
     """The sum of all rounds is off by what is owed at the end alone. Without feedback, by every round's loss."""
     for off, off_once in ranks.run(3, mean_of_rounds, forgets):
         assert off_once > 0
@@ -173,7 +173,7 @@ def poisoned(choice: str, bad: float) -> tuple[str, bool, bool]:
 
 
 @each_row("name", ddp.CHOICES)
-def test_nan_is_found_on_all_ranks(ranks: RankPool, name: str):
+def test_nan_is_found_on_all_ranks(ranks: RankPool, name):
     """Before any update, with the rank to blame; and nothing of it is left for a later step."""
     for bad in (float("nan"), float("inf")):
         for message, is_kept, goes_on in ranks.run(2, poisoned, name, bad):

@@ -89,7 +89,7 @@ def train_late_and_in_time(choice: str, options: dict[str, Any]):
 
 
 @for_each_choice
-def test_reading_late_changes_nothing(ranks: RankPool, choice: str):
+def test_reading_late_changes_nothing(ranks: RankPool, choice):
     for options in ({}, {"precision": "fp16", "loss_scale": 2.0**10, "growth_interval": 2}):
         if not (options and choice.startswith("deepspeed")):
             ranks.run(2, train_late_and_in_time, choice, options)
@@ -117,7 +117,7 @@ def diverge_late(choice: str, what: str, optimizer: str) -> tuple[str, bool]:
 
 
 @each_row("choice", ["simple_ddp", "bucket_ddp_async", "pytorch_ddp", "zero1", "zero2", "zero3", "pytorch_zero3"])
-def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice: str):
+def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice):
     for what, optimizer in (("the loss", "fused"), ("a gradient", "sgd")):
         for message, unchanged in ranks.run(2, diverge_late, choice, what, optimizer):
             assert f"step 1: {what} is not finite on rank 1; no parameter is updated yet" in message

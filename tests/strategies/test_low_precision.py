@@ -77,7 +77,7 @@ def copies_in_use(model: str, by_autocast: bool, precision: str) -> tuple[dict[s
     "model, precision",
     [*((model, "bf16") for model in BUILD if model != "llama"), ("llama", "fp16"), ("used twice", "fp16")],
 )
-def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model: str, precision: str):
+def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model, precision):
     """After forward those of the last block are there. The results are bitwise those of autocast's own copies."""
     linear = sum(layer.weight.numel() for layer in BUILD[model]().modules() if isinstance(layer, nn.Linear))
     by_autocast, _ = ranks.run(2, copies_in_use, model, True, precision)[0]

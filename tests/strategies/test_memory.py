@@ -53,7 +53,7 @@ CASES = [
 
 
 @each_row("case", CASES)
-def test_memory_is_as_the_formulas_say(ranks: RankPool, case: Case, tmp_path: Any):
+def test_memory_is_as_the_formulas_say(ranks: RankPool, case, tmp_path):
     """Padding and Adam's counters aside."""
     options = {
         name: str(v).replace("FOLDER", str(tmp_path)) if name == "offload" else v for name, v in case.options.items()
@@ -66,7 +66,7 @@ def test_memory_is_as_the_formulas_say(ranks: RankPool, case: Case, tmp_path: An
 
 
 @each_row("name", ["simple_ddp", "flat_ddp", "bucket_ddp_async", "pytorch_ddp", "pytorch_ddp_plain"])
-def test_replicated(ranks: RankPool, name: str):
+def test_replicated(ranks: RankPool, name):
     """4 bytes an element each for parameters and gradients, 8 for Adam, and Adam's 4-byte step counter a tensor."""
     elements, tensors = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1, 6
     for found in ranks.run(2, at_rest, Case(name, optimizer="adam")):
@@ -80,7 +80,7 @@ def test_replicated(ranks: RankPool, name: str):
 
 @pytest.mark.parametrize("name", STAGES)
 @each_row("mesh, precision", [("dp=2", "fp32"), ("replicate=2,shard=3", "bf16")])
-def test_sharded(ranks: RankPool, name: str, mesh: str, precision: str):
+def test_sharded(ranks: RankPool, name, mesh, precision):
     """Fp32 states in either precision: 4 bytes an element each for parameters and gradients, whole or a shard; 8 for
     Adam on the shard's elements without padding, and its 4-byte step counter for each piece of a parameter."""
     case = Case(name, "plain", mesh, {"precision": precision, "bucket_cap_mb": 0.0005}, optimizer="adam")
@@ -128,7 +128,7 @@ def parameters_in_use(micro_batches: int) -> tuple[int, int, int, int, int]:
 
 
 @each_row("micro_batches", [1, 2])
-def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches: int):
+def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches):
     for full, beyond_rest, root, block, left in ranks.run(2, parameters_in_use, micro_batches):
         # Parts of the root of 6 * 20 + 20 and 20 + 1 elements, and 20 * 20 + 20: each padded to twice 4 elements.
         assert (root, block) == (4 * (144 + 24), 4 * 424)

@@ -35,7 +35,7 @@ def survive_a_nan(name: str, offload: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 @each_row("name, what", CASES)
-def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name: str, what: str):
+def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name, what):
     before, after = ranks.run(2, survive_a_nan, name, what)[0]
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
@@ -68,7 +68,7 @@ def open_files(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_folders(ranks: RankPool, tmp_path: Path):
+def test_folders(ranks: RankPool, tmp_path):
     (tmp_path / "file").write_text("")
     for said in ranks.run(2, open_files, tmp_path / "folder"):
         assert said == f"--offload: cannot write into {tmp_path / 'file'}: File exists"

@@ -44,7 +44,7 @@ def updated(make: Any, pieces: list[Tensor], gradients: list[list[Tensor]]) -> T
 
 
 @each_row("name", MAKERS)
-def test_what_is_taken_is_elementwise(name: str):
+def test_what_is_taken_is_elementwise(name):
     """It moves each element of a matrix as far as in flat pieces, from gradients of all sizes."""
     generator = torch.Generator().manual_seed(0)
     whole, *gradients = torch.randn(7, 4, 6, generator=generator, dtype=torch.float64)
@@ -108,7 +108,7 @@ OTHERS: dict[str, Any] = {
 
 
 @each_row("name", OTHERS)
-def test_others_are_refused_unless_somebody_vouches(name: str):
+def test_others_are_refused_unless_somebody_vouches(name):
     """They may compute something else from a piece than from the whole (TRAPS 15)."""
     optimizer = OTHERS[name](list(parameters().values()), lr=0.1)
     with pytest.raises(UnsupportedError, match="is not known to work on each element by itself"):
@@ -128,7 +128,7 @@ def trained(name: str, kind: type[torch.optim.SGD]) -> dict[str, Tensor]:
 
 
 @each_row("name", ["zero2", "zero3", "pytorch_zero3"])
-def test_what_somebody_vouches_for_is_cut(ranks: RankPool, name: str):
+def test_what_somebody_vouches_for_is_cut(ranks: RankPool, name):
     (found, _), (wanted, _) = (ranks.run(2, trained, name, kind) for kind in (Plain, torch.optim.SGD))
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items()) and found
 
@@ -179,7 +179,7 @@ def with_copies(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
         (with_copies, "copies values of parameters into its state slow"),
     ],
 )
-def test_what_keeps_whole_parameters_is_refused(make: Any, said: str):
+def test_what_keeps_whole_parameters_is_refused(make, said):
     given = parameters()
     with pytest.raises(UnsupportedError, match=said):
         halved(make(list(given.values())), given)

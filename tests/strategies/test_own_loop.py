@@ -80,7 +80,7 @@ def updates(choice: str) -> tuple[Tensor, Tensor]:
 
 
 @each_row("name", ["zero1", "zero2"])
-def test_a_list_of_parameters_is_updated_as_by_the_optimizer(ranks: RankPool, name: str):
+def test_a_list_of_parameters_is_updated_as_by_the_optimizer(ranks: RankPool, name):
     for found, wanted in ranks.run(2, updates, name):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
@@ -150,14 +150,14 @@ def reads_gradients(choice: str, is_wrong: bool) -> dict[str, Tensor]:
 
 
 @each_row("name", ["zero1", "zero2", "zero3"])
-def test_gradients_in_shards_are_not_read_in_silence(ranks: RankPool, name: str):
+def test_gradients_in_shards_are_not_read_in_silence(ranks: RankPool, name):
     found, expected = (ranks.run(2, reads_gradients, name, is_wrong)[0] for is_wrong in (True, False))
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor), key
 
 
 @over_own_loops
-def test_misuse_is_said(ranks: RankPool, choice: str):
+def test_misuse_is_said(ranks: RankPool, choice):
     check_messages(ranks, 2, misuse, choice)
     check_messages(ranks, 2, wrong_optimizers, choice)
 
@@ -227,7 +227,7 @@ def refuses_given(choice: str) -> dict[str, str]:
 
 
 @over_own_loops
-def test_what_a_loop_does_to_the_module(ranks: RankPool, choice: str):
+def test_what_a_loop_does_to_the_module(ranks: RankPool, choice):
     check_messages(ranks, 2, in_ones_hands, choice)
     if choice in ("pytorch_zero2", "pytorch_zero3"):  # whose parameters are not there after forward
         return
@@ -247,7 +247,7 @@ def dropped(choice: str):
 
 
 @each_row("choice", ["simple_ddp_hook", "bucket_ddp_async", "pytorch_ddp", "zero2", "zero3", "pytorch_zero3"])
-def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice: str):
+def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice):
     """With its parameters, of which C++ holds hooks."""
     ranks.run(2, dropped, choice)
 

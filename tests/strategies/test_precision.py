@@ -1,6 +1,5 @@
 """Low precision beyond parity: what stays in fp32, and what no loss scale cures."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,13 +49,13 @@ def add_small_values(choice: str) -> tuple[list[float], list[float]]:
 
 
 @each_row("choice", CASTING)
-def test_small_updates_are_not_rounded_away(ranks: RankPool, choice: str):
+def test_small_updates_are_not_rounded_away(ranks: RankPool, choice):
     (weights, _), _ = ranks.run(2, add_small_values, choice)
     assert weights == pytest.approx([LARGE + 4 * SMALL], abs=SMALL / 4)
 
 
 @each_row("saves, loads", [("zero1", "zero3"), ("zero3", "pytorch_zero2"), ("pytorch_zero3", "zero2")])
-def test_any_choice_goes_on_bitwise(ranks: RankPool, tmp_path: Path, saves: str, loads: str):
+def test_any_choice_goes_on_bitwise(ranks: RankPool, tmp_path, saves, loads):
     cases = [Case(name, "llama", options=BF16, optimizer="adam") for name in (saves, loads)]
     wanted, state = (
         ranks.run(2, function, case, tmp_path / "saved")[0]
@@ -83,7 +82,7 @@ def overflow_for_ever(choice: str) -> tuple[str, bool]:
 
 
 @each_row("name", ["simple_ddp", "zero3", "pytorch_zero2"])
-def test_what_no_scale_cures_is_an_error(ranks: RankPool, name: str):
+def test_what_no_scale_cures_is_an_error(ranks: RankPool, name):
     for message, unchanged in ranks.run(2, overflow_for_ever, name):
         assert "step 2: the loss is not finite on rank 1; no parameter is updated yet; " in message
         assert "so it stays at every loss scale, which has fallen to 0.5" in message and unchanged
@@ -100,7 +99,7 @@ def forget_to_scale(choice: str) -> str:
 
 
 @in_own_loops
-def test_a_loss_that_is_not_scaled(ranks: RankPool, choice: str):
+def test_a_loss_that_is_not_scaled(ranks: RankPool, choice):
     assert all("fp16 without scale_loss()" in said for said in ranks.run(2, forget_to_scale, choice))
 
 

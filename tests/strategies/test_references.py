@@ -42,7 +42,7 @@ def run_other_units(name: str) -> tuple[str, str, bool]:
 
 
 @each_row("name", FSDP2)
-def test_fsdp2_ranks_that_run_different_blocks_do_not_hang(ranks: RankPool, name: str):
+def test_fsdp2_ranks_that_run_different_blocks_do_not_hang(ranks: RankPool, name):
     for rank, (at_first, later, trains_on) in enumerate(ranks.run(2, run_other_units, name)):
         assert "(rank 0: blocks.1; rank 1: blocks.0)" in at_first and trains_on
         assert f"rank {rank} runs blocks.2 where it first ran blocks.1" in later
@@ -69,7 +69,7 @@ def refusals(name: str) -> dict[str, str]:
 
 
 @each_row("name", FSDP2)
-def test_fsdp2_refuses_what_it_cannot_train(ranks: RankPool, name: str):
+def test_fsdp2_refuses_what_it_cannot_train(ranks: RankPool, name):
     check_messages(ranks, 2, refusals, name)
 
 
@@ -92,7 +92,7 @@ def hook_gradients(name: str) -> tuple[list[str], int]:
 
 
 @each_row("name", FSDP2)
-def test_fsdp2_refuses_hooks_that_it_never_calls(ranks: RankPool, name: str):
+def test_fsdp2_refuses_hooks_that_it_never_calls(ranks: RankPool, name):
     for said, calls in ranks.run(2, hook_gradients, name):
         assert calls == 1 and all("has a gradient hook, which FSDP2 never calls" in each for each in said), said
 
@@ -111,7 +111,7 @@ def test_what_is_not_installed_is_listed_but_not_swept():
     assert Registry(ENTRIES, extras={"far": "pytest"}).names == ("near", "far")
 
 
-def test_choosing_what_is_not_installed_names_the_command(capsys: pytest.CaptureFixture[str]):
+def test_choosing_what_is_not_installed_names_the_command(capsys):
     with pytest.raises(SystemExit) as left:
         parse_config("", REGISTRY, arguments=["--ddp-choice", "far"])
     assert left.value.code == 2

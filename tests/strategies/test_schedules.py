@@ -46,7 +46,7 @@ def train_alone() -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 @each_row("choice", FAMILIES)
-def test_the_schedule_is_that_of_one_process(ranks: RankPool, choice: str):
+def test_the_schedule_is_that_of_one_process(ranks: RankPool, choice):
     check_schedule(ranks, choice, {})
 
 
@@ -75,5 +75,5 @@ def straight_and_resumed(choice: str, folder: Path):
 
 
 @each_row("choice", ["flat_ddp", "zero3", "pytorch_zero1"])
-def test_a_resumed_run_has_the_same_rates(ranks: RankPool, tmp_path: Path, choice: str):
+def test_a_resumed_run_has_the_same_rates(ranks: RankPool, tmp_path, choice):
     ranks.run(2, straight_and_resumed, choice, tmp_path)

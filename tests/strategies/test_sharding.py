@@ -31,7 +31,7 @@ def sum_and_gather(elements: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @each_row("world_size", [1, 2, 3, 4])
-def test_collectives(ranks: RankPool, world_size: int):
+def test_collectives(ranks: RankPool, world_size):
     for elements in (1, 5, 1000):
         expected = torch.arange(elements * world_size, dtype=torch.float32) * sum(range(1, world_size + 1))
         for rank, (apart, in_place, whole) in enumerate(ranks.run(world_size, sum_and_gather, elements)):
@@ -115,5 +115,5 @@ def unshardable(name: str) -> dict[str, str]:
 
 
 @each_row("name", ["zero1", "zero2", "zero3"])
-def test_what_cannot_be_sharded_is_refused_on_every_rank(ranks: RankPool, name: str):
+def test_what_cannot_be_sharded_is_refused_on_every_rank(ranks: RankPool, name):
     check_messages(ranks, 3, unshardable, name)

@@ -48,7 +48,7 @@ def profiled_step(case: Case) -> tuple[Totals, Totals]:
 
 
 @each_row("case", [Case("simple_ddp", "odd"), Case("zero3", "normed", "dp=3"), Case("pytorch_zero3", "frozen")])
-def test_a_trace_shows_what_is_announced(ranks: RankPool, case: Case):
+def test_a_trace_shows_what_is_announced(ranks: RankPool, case):
     """By Gloo's events in it. That all choices issue what they announce, `test_parity.py` shows."""
     for announced, seen in ranks.run(case.of.size, profiled_step, case):
         assert announced == seen
@@ -87,7 +87,7 @@ def what_arrives(choice: str) -> tuple[float, float, float]:
 
 
 @each_row("world_size", [2, 3])
-def test_what_is_announced_is_sent(ranks: RankPool, world_size: int):
+def test_what_is_announced_is_sent(ranks: RankPool, world_size):
     """By the formulas of docs/how-it-works, and as the operating system counts it. `zero3` gathers its last unit once a
     micro-batch. Torch's reduce-scatter over Gloo is an all-reduce."""
     formulas = {"zero1": 2, "zero2": MICRO_BATCHES + 1, "zero3": MICRO_BATCHES * (3 - 1 / LAYERS)}

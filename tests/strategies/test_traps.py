@@ -47,7 +47,7 @@ trap_of_own_loops = partial(trap, choices=IN_OWN_LOOPS)
 
 
 @pytest.mark.parametrize("choice", by_default(NAMES, *FAMILIES))
-def test_no_trap_is_fallen_into(ranks: RankPool, choice: str):
+def test_no_trap_is_fallen_into(ranks: RankPool, choice):
     """A failure says in which ones."""
     mine = [(name, function) for name, function, choices in TRAPS if choice in choices]
     each_row("name, trap", mine)(lambda name, trap: trap(ranks, choice))()  # type: ignore[misc]
@@ -64,7 +64,7 @@ def bucket_storage(cap_mb: float) -> tuple[bool, int]:
 
 
 @each_row("cap_mb", [25.0, 0.00001])
-def test_gradients_are_views_into_buckets_that_end_with_them(ranks: RankPool, cap_mb: float):
+def test_gradients_are_views_into_buckets_that_end_with_them(ranks: RankPool, cap_mb):
     assert ranks.run(2, bucket_storage, cap_mb) == [(True, 0)] * 2
 
 
@@ -231,7 +231,7 @@ def gradient_of_one_element(choice: str) -> tuple[float, float]:
 
 
 @each_row("name", ddp.CHOICES)
-def test_fewer_elements_than_ranks(ranks: RankPool, name: str):
+def test_fewer_elements_than_ranks(ranks: RankPool, name):
     """Some ranks have no share of the gradients to look at (TRAPS 14). x is 0, 1 and 2 on the three ranks."""
     assert ranks.run(3, gradient_of_one_element, name) == [(1.0, 1.0)] * 3
 

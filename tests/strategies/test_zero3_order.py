@@ -124,7 +124,7 @@ AS_ONE_PROCESS = {
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_as_one_process(ranks: RankPool, world_size: int):
+def test_as_one_process(ranks: RankPool, world_size):
     for index, (name, case) in enumerate(AS_ONE_PROCESS.items()):
         if world_size == 3 if "rank" in name else index % 2 == world_size % 2:
             outcomes = ranks.run(world_size, trained, name)
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
 
 
 @each_row("name", REFUSED)
-def test_refused_on_every_rank(ranks: RankPool, name: str):
+def test_refused_on_every_rank(ranks: RankPool, name):
     for choice in ("zero1", "zero2", "zero3") if name == "a graph from before the step" else ("zero3",):
         for said in ranks.run(2, trained, name, choice):
             assert isinstance(said, str) and REFUSED[name][1] in said, f"{choice}: {said}"

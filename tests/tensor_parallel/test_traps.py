@@ -43,7 +43,7 @@ def threads_behind_meshes(choice: str) -> list[int]:
 
 
 @each_row("choice", ["tp", "zero3"])
-def test_groups_end_with_their_mesh(ranks: RankPool, choice: str):
+def test_groups_end_with_their_mesh(ranks: RankPool, choice):
     """Each has threads of its own over Gloo; the latest mesh's end with the caller's variables."""
     for threads in ranks.run(4, threads_behind_meshes, choice):
         assert threads[2] <= threads[1], threads
@@ -59,7 +59,7 @@ def break_a_gradient(choice: str) -> str:
 
 
 @each_row("choice", ["tp", "zero3"])
-def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice: str):
+def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice):
     """Though no other rank has that part of the model, and its replica has another number."""
     for message in ranks.run(4, break_a_gradient, choice):
         assert "step 0: a gradient is not finite on rank 1;" in message
@@ -94,7 +94,7 @@ def draw(sequence_parallel: bool) -> dict[str, Any]:
 
 
 @each_row("sequence_parallel", [False, True])
-def test_dropout(ranks: RankPool, sequence_parallel: bool):
+def test_dropout(ranks: RankPool, sequence_parallel):
     """The same masks where ranks compute alike, others where they have their own heads or tokens, and afterwards all
     go on with the same numbers. Ranks with other samples have others everywhere."""
     first, second, *others = ranks.run(4, draw, sequence_parallel)
@@ -123,7 +123,7 @@ def cross_entropy(scale: float, dtype: torch.dtype, vocabulary: int) -> tuple[to
 
 
 @each_row("world_size, vocabulary", [(2, 10), (3, 10), (4, 5)])
-def test_cross_entropy(ranks: RankPool, world_size: int, vocabulary: int):
+def test_cross_entropy(ranks: RankPool, world_size, vocabulary):
     """Also of logits whose exponentials overflow, and over unequal parts."""
     for scale, dtype in ((1.0, torch.float32), (3e4, torch.float32), (5.0, torch.bfloat16)):
         for loss, expected, gradient, wanted in ranks.run(world_size, cross_entropy, scale, dtype, vocabulary):
@@ -170,7 +170,7 @@ def refuse(mesh: str, model: str, plan: Any, wanted: str) -> str:
         ("adapted", {"blocks.*": Region(), "blocks.*.base": Column()}, "adapter.weight is in region blocks.0, where"),
     ],
 )
-def test_refused_by_name(ranks: RankPool, model: str, plan: Any, wanted: str):
+def test_refused_by_name(ranks: RankPool, model, plan, wanted):
     for message in ranks.run(3, refuse, "tp=3", model, plan, wanted):
         assert wanted in message
 
@@ -213,6 +213,6 @@ def overflowing_on_one_rank(choice: str) -> list[tuple[bool, float, bool]]:
 
 
 @each_row("choice", ["tp", "zero3"])
-def test_an_overflow_in_one_part_skips_the_step_for_all(ranks: RankPool, choice: str):
+def test_an_overflow_in_one_part_skips_the_step_for_all(ranks: RankPool, choice):
     found = ranks.run(4, overflowing_on_one_rank, choice)
     assert found == [[(False, 16.0, False), (True, 8.0, True), (False, 8.0, False)]] * 4

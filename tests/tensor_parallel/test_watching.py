@@ -64,7 +64,7 @@ MESSAGES: dict[str, tuple[dict[int, RankReport], str]] = {
 
 
 @each_row("how", MESSAGES)
-def test_messages_name_ranks_with_their_places(how: str):
+def test_messages_name_ranks_with_their_places(how):
     reports, message = MESSAGES[how]
     ending = first_cause(reports, names=RankNames(MESH))
     assert str(ending.message).startswith(message)

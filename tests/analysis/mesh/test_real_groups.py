@@ -68,7 +68,7 @@ def issued(paced: bool) -> tuple[list[tuple[str, str, float]], str]:
 
 
 @pytest.mark.parametrize("paced", [False, True])
-def test_each_call_is_of_its_group(ranks: RankPool, paced: bool):
+def test_each_call_is_of_its_group(ranks: RankPool, paced):
     for rank, (seen, unmarked) in enumerate(ranks.run(4, issued, paced)):
         data, model = f"ranks {rank % 2},{rank % 2 + 2}, dp", f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}, tp"
         assert unmarked == ""
@@ -97,9 +97,7 @@ def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any):
         pytest.param("zero1", "replicate=2,shard=2", {"replicate", "shard", "dp"}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(
-    ranks: RankPool, tmp_path: Path, choice: str, mesh: str, expected: set[str]
-):
+def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(ranks: RankPool, tmp_path, choice, mesh, expected):
     ranks.run(4, partial(train_on_mesh, **small_language(tmp_path)), str(tmp_path), mesh, choice)
     (window,) = find_windows(tmp_path / "profile" / f"{choice}@{Mesh.parse(mesh).label}")
     analysis = analyse_window(window)

@@ -118,7 +118,7 @@ EXPECTED: dict[Callable[[int, int], None], Rows] = {
 
 
 @each_row(("body", "expected"), EXPECTED.items())
-def test_what_real_ranks_issue_is_read_back(ranks: RankPool, body: Callable[[int, int], None], expected: Rows):
+def test_what_real_ranks_issue_is_read_back(ranks: RankPool, body, expected):
     assert ranks.run(SIZE, profiled, body) == [expected] * SIZE
 
 

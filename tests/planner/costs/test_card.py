@@ -51,7 +51,7 @@ def numbers(entry: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, f
             yield f"{before}{name}", value
 
 
-def test_what_is_measured_is_in_the_table_s_units(recorded: Path):
+def test_what_is_measured_is_in_the_table_s_units(recorded):
     """Whatever the processor: bounds that a wrong unit, or a rate turned over, would miss by far."""
     found = dict(numbers(entry_in(recorded)))
     bounds = {
@@ -86,7 +86,7 @@ FIELDS = {
 }
 
 
-def test_a_plan_takes_every_field(recorded: Path, tmp_path: Path):
+def test_a_plan_takes_every_field(recorded, tmp_path):
     """A step takes longer where a rate is a third, or a latency thrice, of the file with rates that are given."""
     entry = entry_in(recorded) | {
         **{"flops": {"bfloat16": 1e11}, "bytes_per_s": 1e10, "elements_per_s": 1e9},
@@ -126,7 +126,7 @@ def test_the_table_has_the_form_of_a_file():
             fitted(filled(entry), Entry, key, "entry")
 
 
-def test_a_file_may_be_like_an_entry(tmp_path: Path):
+def test_a_file_may_be_like_an_entry(tmp_path):
     path = tmp_path / "own.toml"
     path.write_text('[devices.mine]\nlike = "H100"\nmemory_mib = 1024\nsource = "me"\n')
     mine, h100 = hardware.cluster(f"2x8x{path}", between="ndr"), hardware.cluster("2x8xH100", between="ndr")

@@ -86,12 +86,12 @@ def real_step(
 )
 def test_a_pretended_rank_does_what_a_real_one_does(
     ranks: RankPool,
-    mesh: str,
-    choice: str,
-    model: str,
-    micro_batches: int,
-    sequence_parallel: bool,
-    options: dict[str, Any],
+    mesh,
+    choice,
+    model,
+    micro_batches,
+    sequence_parallel,
+    options,
 ):
     """Collectives by kind and group size; memory at rest and at the peak. Of ranks that hold experts some get more rows
     than others, so bytes of these and peaks are means."""

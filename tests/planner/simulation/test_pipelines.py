@@ -69,7 +69,7 @@ def planned(
         ("interleaved", 2, 3, "tp"),
     ],
 )
-def test_equal_stages_take_what_they_take_on_paper(schedule: str, ranks: int, per_rank: int, choice: str):
+def test_equal_stages_take_what_they_take_on_paper(schedule, ranks, per_rank, choice):
     shape = Shape(ranks, MICRO_BATCHES, per_rank)
     on_paper = run_on_paper(lists_of(SCHEDULES[schedule], shape), shape)
     step = planned(schedule, ranks, choice, per_rank)
@@ -114,9 +114,7 @@ def peak_of_a_stage(mesh: str, schedule: str, choice: str, model: str, per_rank:
         ("pp=2,tp=2", "zb-h1", "zero3", "lm, long", 1),
     ],
 )
-def test_the_peak_is_that_of_the_largest_real_rank(
-    ranks: RankPool, mesh: str, schedule: str, choice: str, model: str, per_rank: int
-):
+def test_the_peak_is_that_of_the_largest_real_rank(ranks: RankPool, mesh, schedule, choice, model, per_rank):
     """Of the ranks that are simulated: the first along `tp`, whose parts may be smaller than others'."""
     size = Mesh.parse(mesh).size
     settings = {"mesh": mesh, "pipeline_schedule": schedule, "stages_per_rank": per_rank}

@@ -3,7 +3,6 @@ can be worked out by hand."""
 
 import gc
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_lab.planner.contracts import MODEL_STATES, CollectiveCost, Costs, OperatorCall, Setting, Simulated
 from ddp_lab.planner.costs import hardware
@@ -105,7 +104,7 @@ EVERY = [(choice, case, kind) for choice in CHOICES for case in range(len(CASES)
     ("choice", "case", "kind"),  # without those marked as exhaustive: every choice, every case and both kinds
     [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index % 17 > 0)) for index, one in enumerate(EVERY)],
 )
-def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case: int, kind: str):
+def test_the_collectives_are_those_that_the_strategy_announces(choice, case, kind):
     model, micro_batches, options = CASES[case]
     one = setting(choice, model, micro_batches, clip_grad_norm=1.0, **options)
     simulation = Simulation(one, cluster(2 if kind == "cpu" else 5, kind), COSTS, rank=1)
@@ -146,7 +145,7 @@ def unknown(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]):
     ("choice", "options"),
     [("zero3", {"activation_checkpointing": "block", "precision": "bf16"}), ("pytorch_zero3", {})],
 )
-def test_an_operator_that_ran_before_answers_as_it_did(choice: str, options: dict[str, Any]):
+def test_an_operator_that_ran_before_answers_as_it_did(choice, options):
     one = replace(
         setting(choice, **options), make_module=llama_classifier, make_micro_batches=lambda: two_batches(3)[:1]
     )
@@ -177,7 +176,7 @@ def real_memory(choice: str) -> dict[str, int]:
     "choice",
     [pytest.param(one, marks=[pytest.mark.exhaustive] * (one not in TRIED_AT_REST)) for one in CHOICES],
 )
-def test_resting_memory_is_what_real_ranks_hold(ranks: RankPool, choice: str):
+def test_resting_memory_is_what_real_ranks_hold(ranks: RankPool, choice):
     _, real = ranks.run(2, real_memory, choice)
     held = simulate(setting(choice), cluster(), COSTS, rank=1).memory.at_rest
     assert {component: held[component] for component in MODEL_STATES} == {name: real[name] for name in MODEL_STATES}
@@ -243,7 +242,7 @@ TRIED_PEAKS = (
     ("choice", "options"),
     [pytest.param(*one, marks=[pytest.mark.exhaustive] * (one not in TRIED_PEAKS)) for one in PEAKS],
 )
-def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: str, options: dict[str, str]):
+def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice, options):
     """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends. States of random generators are
     not: a block that is computed again keeps 5056 bytes for that of the CPU, which is nothing beside larger batches."""
     samples = 400 if "activation_checkpointing" in options else 3
@@ -280,7 +279,7 @@ def gradient_seconds(calls: int) -> float:
 
 
 @each_row("kind", ["cpu", "cuda"])
-def test_simple_ddp_is_compute_plus_communication(kind: str):
+def test_simple_ddp_is_compute_plus_communication(kind):
     """On CUDA the first exchange, of tensors in host memory, takes what Gloo would inside a node."""
     step, observer = observed(setting("simple_ddp"), kind=kind)
     expected = gradient_seconds(6)
@@ -339,7 +338,7 @@ class Fails(Square):
         (Fails, "^the model fails on the plan's samples: ValueError: all samples must end$"),
     ],
 )
-def test_models_that_cannot_run_without_data(make: Callable[[], nn.Module], said: str):
+def test_models_that_cannot_run_without_data(make, said):
     with pytest.raises(CannotSimulate, match=said):
         simulated(replace(setting("simple_ddp"), make_module=make))
 

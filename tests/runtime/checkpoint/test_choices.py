@@ -17,7 +17,7 @@ OFTEN = ("bucket_ddp_async", "zero1", "zero3", "pytorch_zero3")
     "choice",
     by_default([choice for choice in NAMES if not choice.startswith("deepspeed")], *OFTEN),
 )
-def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: str):
+def test_a_stop_changes_nothing(ranks: RankPool, tmp_path, choice):
     """Bitwise: parameters, optimizer, buffers, random numbers and losses of every rank."""
     in_background = choice in ("zero2", "simple_ddp", "pytorch_zero3")
     for straight, stopped, other in ranks.run(3, straight_and_stopped, choice, tmp_path, in_background):
@@ -26,21 +26,21 @@ def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: str):
 
 
 @pytest.mark.parametrize("choice", ["bucket_ddp_async", "zero3"])
-def test_one_rank_asks_all_to_stop(ranks: RankPool, tmp_path: Path, choice: str):
+def test_one_rank_asks_all_to_stop(ranks: RankPool, tmp_path, choice):
     """All stop after the same step, which is saved, and go on from there as if nothing had happened."""
     for straight, stopped, steps, saved in ranks.run(2, straight_and_asked_to_stop, choice, tmp_path):
         assert steps == saved and 4 <= steps <= 5
         assert stopped == straight
 
 
-def test_other_choices_and_other_numbers_of_ranks_resume(ranks: RankPool, tmp_path: Path):
+def test_other_choices_and_other_numbers_of_ranks_resume(ranks: RankPool, tmp_path):
     """A relay: each leg resumes from what the one before has saved."""
     expected = ranks.run(2, losses, "simple_ddp", 10, tmp_path / "straight")[0]
     legs = [(2, "zero3"), (3, "zero1"), (1, "pytorch_zero3"), (2, "pytorch_zero1"), (2, "simple_ddp")]
     assert relay(ranks, tmp_path, legs) == pytest.approx(expected, rel=1e-5)
 
 
-def test_odd_parameters_go_from_choice_to_choice(ranks: RankPool, tmp_path: Path):
+def test_odd_parameters_go_from_choice_to_choice(ranks: RankPool, tmp_path):
     """Parameters that are 0-d, without elements, and of mixed dtypes."""
     expected = ranks.run(2, losses, "simple_ddp", 8, None, None, "odd")[0]
     legs = [(2, "simple_ddp"), (3, "zero3"), (2, "zero1"), (1, "bucket_ddp_async")]

@@ -55,9 +55,7 @@ CUTS = st.lists(st.integers(0, 60), max_size=12)
 
 
 @given(LENGTHS, st.integers(1, 7), CUTS, CUTS, st.randoms())
-def test_any_cut_into_ranges_is_put_together_by_any_other(
-    lengths: list[int], size: int, written: list[int], read: list[int], order: Any
-):
+def test_any_cut_into_ranges_is_put_together_by_any_other(lengths, size, written, read, order):
     """And ranks share each element once."""
     parts = [share(lengths, rank, size) for rank in range(size)]
     elements = [(part.which, element) for own in parts for part in own for element in range(part.start, part.end)]
@@ -74,7 +72,7 @@ def test_any_cut_into_ranges_is_put_together_by_any_other(
             cover([(0, start), (start + 3, 40)], 0, 40)
 
 
-def test_files_are_safetensors(tmp_path: Path):
+def test_files_are_safetensors(tmp_path):
     tensors = {f"x/{n}": torch.arange(n).to(dtype) for n, dtype in enumerate(DTYPES)} | {"matrix": torch.eye(3)[:, :2]}
     tensors |= {"strides of 0": torch.ones(()).expand(1), "offset": torch.arange(9.0)[4:7]}
     info = write_tensors(tmp_path / "file", tensors, {"said": "so"})
@@ -130,7 +128,7 @@ def problem_in(path: Path) -> str:
     return ""
 
 
-def test_experts_are_parts(tmp_path: Path):
+def test_experts_are_parts(tmp_path):
     """A checkpoint of a mesh with ep is whole, and one that is cut over other ranks than its mesh has is not."""
     cut, files = Cut(0, 2, (((0, 1),), ((1, 2),))), {}
     for rank in range(2):
@@ -144,7 +142,7 @@ def test_experts_are_parts(tmp_path: Path):
 
 
 @given(DAMAGE)
-def test_any_damage_to_bytes_is_named(tmp_path_factory: pytest.TempPathFactory, chance: Any):
+def test_any_damage_to_bytes_is_named(tmp_path_factory, chance):
     path = make_checkpoint(tmp_path_factory.mktemp("damaged"), 3)
     name = chance.choice((MANIFEST, file_name(0), file_name(1)))
     whole = (path / name).read_bytes()
@@ -174,7 +172,7 @@ def newest_after(folder: Path, damage: list[tuple[str, bytes]]) -> list[tuple[in
     return found
 
 
-def test_the_newest_complete_one_is_used(ranks: RankPool, tmp_path: Path):
+def test_the_newest_complete_one_is_used(ranks: RankPool, tmp_path):
     """Neither damaged ones, nor unfinished ones."""
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
@@ -253,7 +251,7 @@ def save_until_killed(folder: Path) -> list[Any]:
     raise AssertionError("it never ends")
 
 
-def test_killed_between_any_two_operations(ranks: RankPool, tmp_path: Path):
+def test_killed_between_any_two_operations(ranks: RankPool, tmp_path):
     """There is always a complete checkpoint: the old one until the new one is complete."""
     ((found, operations),) = ranks.run(1, save_until_killed, tmp_path)
     assert len(found) == operations + 1 > 10
@@ -286,7 +284,7 @@ def save_with_a_late_rank(folder: Path) -> int:
     return len(delays) + 1
 
 
-def test_a_rank_that_is_late_at_any_operation_of_a_save(ranks: RankPool, tmp_path: Path):
+def test_a_rank_that_is_late_at_any_operation_of_a_save(ranks: RankPool, tmp_path):
     """Neither rank touches a folder that the other has renamed."""
     last, same = ranks.run(2, save_with_a_late_rank, tmp_path)
     assert last == same > 20
@@ -312,7 +310,7 @@ def save_what_changes(folder: Path) -> list[float]:
     return TensorFiles([folder / folder_name(2) / file_name(0)]).read("parameter/weight", 0, 3).tolist()
 
 
-def test_a_save_in_the_background_has_the_values_of_its_step(ranks: RankPool, tmp_path: Path):
+def test_a_save_in_the_background_has_the_values_of_its_step(ranks: RankPool, tmp_path):
     assert ranks.run(1, save_what_changes, tmp_path) == [[1.0] * 3]
 
 
@@ -329,7 +327,7 @@ class Trap:
         return open, (self.path, "w")
 
 
-def test_no_pickle_is_loaded(tmp_path: Path):
+def test_no_pickle_is_loaded(tmp_path):
     sprung = tmp_path / "sprung"
     trap = pickle.dumps(Trap(sprung))
     path = make_checkpoint(tmp_path, 2)
@@ -372,13 +370,13 @@ def rewrite(path: Path, **changes: Any):
         ({"config": {"device": "cuda"}}, "rank_0.safetensors lacks random/cuda"),
     ],
 )
-def test_altered_manifests(tmp_path: Path, changes: dict[str, Any], expected: str):
+def test_altered_manifests(tmp_path, changes, expected):
     path = make_checkpoint(tmp_path, 2)
     rewrite(path, **changes)
     assert expected in problem_in(path)
 
 
-def test_links_are_not_followed(tmp_path: Path):
+def test_links_are_not_followed(tmp_path):
     path = make_checkpoint(tmp_path, 2)
     for name in (file_name(0), MANIFEST):
         (path / name).rename(tmp_path / name)
@@ -401,7 +399,7 @@ def refused_at_the_start(folder: Path) -> list[str]:
 
 
 @each_row("kind", ["a symbolic link", "a symbolic link to nothing", "a file"])
-def test_what_stands_in_the_way_of_a_later_save(ranks: RankPool, tmp_path: Path, kind: str):
+def test_what_stands_in_the_way_of_a_later_save(ranks: RankPool, tmp_path, kind):
     """It is named when the run begins. What a killed run left goes, but not what a link points to."""
     folder, other = tmp_path / "folder", make_checkpoint(tmp_path, 4)
     folder.mkdir()

@@ -76,7 +76,7 @@ def fuzz(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_damaged_checkpoints(ranks: RankPool, tmp_path: Path):
+def test_damaged_checkpoints(ranks: RankPool, tmp_path):
     found = ranks.run(2, fuzz, tmp_path)[0]
     outcomes = Counter((what.split(":")[0], bool(said)) for what, said in found)
     assert outcomes[MANIFEST, True] > 10 and outcomes[MANIFEST, False] > 0, outcomes

@@ -73,9 +73,7 @@ IN_STAGES["precision"] = "fp16"
         pytest.param("dp=2,pp=2", "dp2-pp2-interleaved2", IN_STAGES, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_on_a_mesh_stops_and_resumes(
-    ranks: RankPool, tmp_path: Path, settings: dict[str, Any], mesh: str, behind: str, changes: dict[str, Any]
-):
+def test_a_run_on_a_mesh_stops_and_resumes(ranks: RankPool, tmp_path, settings, mesh, behind, changes):
     """On the same mesh bit for bit, random numbers included. On another one the model is the same."""
     on_mesh, label, size = {**settings, "mesh": mesh, **changes}, f"zero1@{behind}", Mesh.parse(mesh).size
     ranks.run(size, run_on_mesh, {**on_mesh, "output_dir": str(tmp_path / "straight")})
@@ -120,9 +118,7 @@ def whole_parameters(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Cut
     }, manifest.cuts
 
 
-def test_new_random_numbers_are_the_same_for_the_same_samples(
-    ranks: RankPool, tmp_path: Path, settings: dict[str, Any]
-):
+def test_new_random_numbers_are_the_same_for_the_same_samples(ranks: RankPool, tmp_path, settings):
     """And the manifest says how parameters are cut, with which they are read without ranks."""
     plain = {**settings, "choice": "zero3", "output_dir": str(tmp_path / "plain"), "max_steps": 1}
     ranks.run(2, run_on_mesh, plain)

@@ -50,7 +50,7 @@ def elements_in(folder: Path) -> dict[str, int]:
         pytest.param("lm, long, gpt2", OVER_STAGES, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str, names: list[str]):
+def test_a_relay_over_meshes(ranks: RankPool, tmp_path, model, names):
     """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
     ((wanted, losses),) = ranks.run(1, straight, model, len(names))
     legs = []
@@ -85,7 +85,7 @@ WRONG_CUTS = {
 }
 
 
-def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path: Path):
+def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path):
     ranks.run(2, run_leg, PLACES["zero3 on tp=2"], "lm, gpt2", 0, None, tmp_path / "saved")
     for cuts, expected in WRONG_CUTS.items():
         alter(tmp_path / "saved" / "rank_0.safetensors", cuts)

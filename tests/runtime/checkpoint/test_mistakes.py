@@ -39,7 +39,7 @@ def said(ranks: RankPool, folder: Path | None, last: int = 6, **changes: Any) ->
     return message
 
 
-def test_nothing_to_resume_from(ranks: RankPool, folder: Path, tmp_path: Path):
+def test_nothing_to_resume_from(ranks: RankPool, folder, tmp_path):
     (tmp_path / "empty").mkdir()
     for into, resume, expected in (
         (tmp_path / "empty", "latest", f"no complete checkpoint in {tmp_path / 'empty'}; leave --resume out"),
@@ -51,7 +51,7 @@ def test_nothing_to_resume_from(ranks: RankPool, folder: Path, tmp_path: Path):
         assert expected in said(ranks, into, resume=resume)
 
 
-def test_damaged(ranks: RankPool, folder: Path):
+def test_damaged(ranks: RankPool, folder):
     """A named one is refused. If the latest is damaged, the one before is used, and the damaged one is replaced."""
     path = folder / "step_00000004" / "rank_1.safetensors"
     content = bytearray(path.read_bytes())
@@ -66,12 +66,12 @@ def test_damaged(ranks: RankPool, folder: Path):
     assert "no complete checkpoint" in said(ranks, folder, resume="latest")
 
 
-def test_another_training(ranks: RankPool, saved: Path):
+def test_another_training(ranks: RankPool, saved):
     text = said(ranks, None, resume=str(saved), workload="sample", global_batch_size=6, lr=0.5)
     assert "--workload was mlp and is sample; --global-batch-size was 8 and is 6; --lr was 0.01 and is 0.5" in text
 
 
-def test_checkpoints_are_not_mixed(ranks: RankPool, folder: Path, tmp_path: Path):
+def test_checkpoints_are_not_mixed(ranks: RankPool, folder, tmp_path):
     fresh = said(ranks, folder)
     assert f"{folder} holds checkpoints of an earlier run, the newest of step 4; resume from it with --resume" in fresh
     older = said(ranks, folder, resume=str(folder / "step_00000002"))
@@ -80,7 +80,7 @@ def test_checkpoints_are_not_mixed(ranks: RankPool, folder: Path, tmp_path: Path
     assert said(ranks, folder, resume=str(folder)) == ""
 
 
-def test_one_run_at_a_time_saves_into_a_folder(ranks: RankPool, tmp_path: Path):
+def test_one_run_at_a_time_saves_into_a_folder(ranks: RankPool, tmp_path):
     ranks.run(1, lock_twice, tmp_path / "locked")
 
 
@@ -108,7 +108,7 @@ def full_disk(folder: Path, in_background: bool) -> tuple[str, str]:
 
 
 @each_row("in_background", [False, True])
-def test_full_disk(ranks: RankPool, tmp_path: Path, in_background: bool):
+def test_full_disk(ranks: RankPool, tmp_path, in_background):
     """The save fails with an error, earlier checkpoints stay, and the run resumes once there is room again."""
     for message, later in ranks.run(2, full_disk, tmp_path, in_background):
         wanted = f"rank 1: step 6: cannot save a checkpoint in {tmp_path}: File too large; earlier ones are kept"

@@ -54,7 +54,7 @@ def go_on(choice: str, folder: Path) -> dict[str, Tensor]:
 
 
 @each_row("saves, loads", [("zero3", "bucket_ddp_async"), ("pytorch_zero3", "zero1")])
-def test_any_choice_goes_on_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path, saves: str, loads: str):
+def test_any_choice_goes_on_on_any_number_of_ranks(ranks: RankPool, tmp_path, saves, loads):
     for _ in range(2):  # the second time it replaces the first
         wanted = ranks.run(2, save_after_some_steps, saves, tmp_path / "saved")[0]
     state = ranks.run(3, go_on, loads, tmp_path / "saved")[0]
@@ -91,6 +91,6 @@ def digest(strategy: Strategy) -> list[Any]:
     return [groups, states, *(tensor.tolist() for tensor in strategy.full_state_dict().values())]
 
 
-def test_what_is_damaged_is_named(ranks: RankPool, tmp_path: Path):
+def test_what_is_damaged_is_named(ranks: RankPool, tmp_path):
     (said,) = ranks.run(1, said_of_damaged, tmp_path / "saved")
     assert sum(map(bool, said)) > 20

@@ -28,7 +28,7 @@ def records(folder: Path, choice: str) -> list[dict[str, Any]]:
     return [record for path in paths if (record := json.loads(path.read_text()))["ended"]["how"] == "completed"]
 
 
-def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path):
+def test_the_record_holds_all_steps(ranks: RankPool, tmp_path):
     """A run that stopped after step 3 of 6, where the first epoch ends, and once more after the last step."""
     steps = {**TINY, "train_samples": 20, "epochs": 2, "profile_wait": 0, "profile_warmup": 1, "profile_active": 1}
     straight = {**steps, "output_dir": str(tmp_path / "straight"), "no_profile": True}
@@ -52,7 +52,7 @@ def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path):
     assert sorted(path.name for path in folder.glob("step*")) == [f"step_{s:08d}" for s in (2, 3, 4, 6)]
 
 
-def test_error_feedback_is_not_saved(ranks: RankPool, tmp_path: Path):
+def test_error_feedback_is_not_saved(ranks: RankPool, tmp_path):
     """And the resumed run says so."""
     settings = {**TINY, "compress": "int8", "no_profile": True, "output_dir": str(tmp_path), "checkpoint_every": 1}
     for more in ({"max_steps": 1}, {"max_steps": 2, "resume": "latest"}):
@@ -110,7 +110,7 @@ def assert_nothing_is_lost(choice: str, folder: Path, rank: int):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool, tmp_path: Path):
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool, tmp_path):
     assert_nothing_is_lost("zero2", tmp_path, 1)
     straight = {**TINY, "choice": "bucket_ddp_async", "train_samples": 64, "eval_samples": 4, "no_profile": True}
     ranks.run(2, run_here, {**straight, "output_dir": str(tmp_path)})

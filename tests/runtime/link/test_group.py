@@ -37,7 +37,7 @@ def both_ways(choice: str) -> list[dict[str, Any]]:
 
 
 @each_row("choice", CHOICES)
-def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice: str):
+def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice):
     for plain, paced in ranks.run(2, both_ways, choice):
         assert plain["loss"] == paced["loss"]
         for part in ("gradients", "state"):
@@ -92,7 +92,7 @@ LEAST_S = {  # of the rank that waits longest, with two ranks
 
 
 @each_row("kind", LEAST_S)
-def test_a_collective_takes_its_time_and_no_cpu(ranks: RankPool, kind: str):
+def test_a_collective_takes_its_time_and_no_cpu(ranks: RankPool, kind):
     found = ranks.run(2, timed, kind)
     assert max(end for _, end, *_ in found) >= LEAST_S[kind]
     for issued, end, was_done, is_right, cpu in found:

@@ -1,6 +1,5 @@
 """A whole run over a paced link: the record, the pages, and what the figures say of the link."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ def run_over_the_link(settings: dict[str, Any]):
 
 
 @pytest.mark.parametrize("choice", ["bucket_ddp_async", pytest.param("pytorch_zero3", marks=pytest.mark.exhaustive)])
-def test_a_run_is_as_slow_as_its_link(ranks: RankPool, tmp_path: Path, choice: str):
+def test_a_run_is_as_slow_as_its_link(ranks: RankPool, tmp_path, choice):
     ranks.run(2, run_over_the_link, {**RUN, "choice": choice, "output_dir": str(tmp_path)})
     (window,) = find_windows(tmp_path / "profile" / choice)
     analysis = analyse_window(window)

@@ -1,7 +1,5 @@
 """Only the ranks that are asked for leave traces, and a report says what it cannot know then."""
 
-from pathlib import Path
-
 import pandas as pd
 
 from ddp_lab.analysis.record import profiled_ranks
@@ -18,7 +16,7 @@ def test_lists_of_ranks():
     assert ranks_in("0-3, 2,9-9", "--x") == {0, 1, 2, 3, 9}
 
 
-def test_only_the_chosen_ranks_leave_traces(ranks: RankPool, tmp_path: Path):
+def test_only_the_chosen_ranks_leave_traces(ranks: RankPool, tmp_path):
     settings = {
         **TINY,
         "choice": "flat_ddp",

@@ -126,7 +126,7 @@ def count_hooks(strategy: Any) -> int:
 @pytest.mark.parametrize(
     "choice", by_default(NAMES, "bucket_ddp_async", "pytorch_ddp", "zero2", "zero3", "pytorch_zero3")
 )
-def test_a_recorded_step(ranks: RankPool, choice: str):
+def test_a_recorded_step(ranks: RankPool, choice):
     for answer in ranks.run(2, step_memory, choice, "llama", 2):
         recorded, rest = answer["recorded"], answer["rest"]
         timeline = recorded["timeline"]

@@ -72,7 +72,7 @@ def unfinished_at_window_end(choice: str) -> list[int]:
     "choice",
     by_default(NAMES, "bucket_ddp_async", "pytorch_ddp", "zero3"),
 )
-def test_nothing_is_in_flight_when_a_window_ends(ranks: RankPool, choice: str):
+def test_nothing_is_in_flight_when_a_window_ends(ranks: RankPool, choice):
     assert ranks.run(2, unfinished_at_window_end, choice) == [[0, 0], [0, 0]]
 
 
@@ -81,9 +81,7 @@ def steps_of_traces(folder: Path) -> list[int]:
 
 
 @each_row("wait, settling, expected", [(1, 5, [6, 9]), (4, 5, [6, 12]), (0, 2, [3, 5])])
-def test_steps_in_which_a_strategy_settles_are_not_profiled(
-    tmp_path: Path, wait: int, settling: int, expected: list[int]
-):
+def test_steps_in_which_a_strategy_settles_are_not_profiled(tmp_path, wait, settling, expected):
     """Windows of one step each, after `wait` steps and one of warm-up; none before the strategy has settled."""
     config = RunConfig(
         choice="x", profile_wait=wait, profile_warmup=1, profile_active=1, profile_repeat=2, max_steps=expected[-1]
@@ -108,7 +106,7 @@ def test_steps_in_which_a_strategy_settles_are_not_profiled(
         ({}, 0, 0, None),
     ],
 )
-def test_windows_shrink_to_the_run(given: dict[str, int], steps: int, settling: int, expected: tuple[int, ...] | None):
+def test_windows_shrink_to_the_run(given, steps, settling, expected):
     """Wait, warm-up, steps and number of windows; None: there is no profile."""
     config, said = RunConfig(**given).fitted(steps, settling)
     if expected is None:
@@ -120,7 +118,7 @@ def test_windows_shrink_to_the_run(given: dict[str, int], steps: int, settling: 
 
 
 @each_row("keep, expected", [(None, [2, 4, 6]), (1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
-def test_the_newest_windows_are_kept(tmp_path: Path, keep: int | None, expected: list[int]):
+def test_the_newest_windows_are_kept(tmp_path, keep, expected):
     """After a new one is written, and without those of other runs."""
     (tmp_path / "earlier.step2.pt.trace.json.gz").touch()
     config = RunConfig(profile_wait=0, profile_warmup=1, profile_active=1, profile_repeat=3, keep_windows=keep)

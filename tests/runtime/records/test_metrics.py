@@ -36,7 +36,7 @@ def lines_of(folder: Path, choice: str) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
-def test_each_step_is_a_line_and_the_record_says_the_same(ranks: RankPool, tmp_path: Path):
+def test_each_step_is_a_line_and_the_record_says_the_same(ranks: RankPool, tmp_path):
     settings = {**TOKENS, "choice": "simple_ddp", "output_dir": str(tmp_path), "schedule": "linear", "warmup_steps": 2}
     settings |= {"train_samples": 22, "global_batch_size": 4, "grad_accum_steps": 1}
     assert ranks.run(2, run_small, settings) == [None, None]
@@ -67,7 +67,7 @@ def test_each_step_is_a_line_and_the_record_says_the_same(ranks: RankPool, tmp_p
     assert record["model_flops_per_second"] == pytest.approx(rate)
 
 
-def test_tokens_are_those_of_all_ranks(ranks: RankPool, tmp_path: Path):
+def test_tokens_are_those_of_all_ranks(ranks: RankPool, tmp_path):
     """The same samples on one rank and on two, the last step with fewer."""
     tokens = []
     for size, choice in ((1, "flat_ddp"), (2, "flat_ddp")):
@@ -98,7 +98,7 @@ def log_and_fail(folder: str, target: str):
 
 
 @each_row("fails", [False, True])
-def test_tensorboard_has_every_step(ranks: RankPool, tmp_path: Path, fails: bool):
+def test_tensorboard_has_every_step(ranks: RankPool, tmp_path, fails):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     ranks.run(2, log_and_fail if fails else log_three_steps, str(tmp_path), "tensorboard", *([] if fails else [False]))
     events = accumulator.EventAccumulator(str(tmp_path / "profile" / "flat_ddp" / "a-run.tensorboard"))

@@ -1,6 +1,5 @@
 """The two lines at the end of a run: planted causes in real runs, and rows of a record for what a CPU does not have."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def run_recorded(settings: dict[str, Any]):
         ("pytorch_ddp", "0.05 * (dist.get_rank() == 1)", "rank 1 is a straggler"),
     ],
 )
-def test_a_run_names_what_was_planted(ranks: RankPool, tmp_path: Path, choice: str, data: str, said: str):
+def test_a_run_names_what_was_planted(ranks: RankPool, tmp_path, choice, data, said):
     name = written(tmp_path, SLOW.format(data))
     settings = {"choice": choice, "workload": name, "output_dir": str(tmp_path), "no_profile": True, "no_eval": True}
     ranks.run(2, run_recorded, settings | {"global_batch_size": 8, "grad_accum_steps": 1})
@@ -106,7 +105,7 @@ ROWS = [
 
 
 @each_row("found, said, advice", ROWS)
-def test_rows_of_a_record(found: dict[str, Any], said: str, advice: str):
+def test_rows_of_a_record(found, said, advice):
     first, then = verdict(found)
     assert first.startswith(said) and advice in then, (first, then)
     assert ("memory is near the limit: rank 3 held 75.0 of 79.0 GiB" in first) == (found["memory"] is FULL)

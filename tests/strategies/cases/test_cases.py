@@ -23,7 +23,7 @@ KEY = {"a block runs twice", "accumulation, control flow by rank", "zeros for a 
 
 @in_own_loops
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_as_one_process(ranks: RankPool, choice: str, subject: str):
+def test_as_one_process(ranks: RankPool, choice, subject):
     for name in SUBJECTS[subject]:
         turn = list(CASES).index(name) - IN_OWN_LOOPS.index(choice)
         if name in KEY or turn % (2 if choice == "zero3" else 16) == 0:
@@ -34,7 +34,7 @@ def test_as_one_process(ranks: RankPool, choice: str, subject: str):
 @pytest.mark.exhaustive
 @in_own_loops
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_all_as_one_process(ranks: RankPool, choice: str, subject: str):
+def test_all_as_one_process(ranks: RankPool, choice, subject):
     for index, name in enumerate(SUBJECTS[subject]):
         check(ranks, name, choice, *((2, SMALL), (3, USUAL))[index % 2])
 

@@ -79,7 +79,7 @@ def two_in_one_loss(choice: str, other: str) -> list[State]:
 
 
 @each_row("choice", IN_OWN_LOOPS[::3])
-def test_two_models_in_one_loss(ranks: RankPool, choice: str):
+def test_two_models_in_one_loss(ranks: RankPool, choice):
     pair = make_pair()
     expected = nn.Sequential(*pair)
     train(expected, range(STEPS), range(2))
@@ -107,7 +107,7 @@ def make_synchronized() -> nn.Module:
 
 
 @each_row("choice", IN_OWN_LOOPS[1::3])
-def test_collectives_in_forward_and_backward(ranks: RankPool, choice: str):
+def test_collectives_in_forward_and_backward(ranks: RankPool, choice):
     module = make_synchronized()
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     train(module, range(STEPS), range(3))
@@ -135,7 +135,7 @@ def on_two_of_three(choice: str) -> State | str:
 
 
 @each_row("choice", FAMILIES)
-def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice: str):
+def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice):
     """With losses that are means over different numbers of samples."""
     module = make_blocks()
     optimizer = momentum(module.parameters())
