@@ -48,7 +48,7 @@ def losses_of_trained_and_saved(choice: str) -> tuple[float, float | None]:
         return found, model(**workload.collate(workload.evaluation)).loss.item()
 
 
-@each_row("choice", ["simple_ddp", "pytorch_ddp", "zero2"])
+@each_row("choice", ["pytorch_ddp", "zero2"])
 def test_what_is_evaluated_is_what_is_saved(ranks: RankPool, choice):
     (found, saved), (other, _) = ranks.run(2, losses_of_trained_and_saved, choice)
     assert found == other == pytest.approx(saved, rel=1e-6)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity import NAMES, in_own_loops
+from tests.parity import FAMILIES, NAMES, in_own_loops
 from tests.ranks import RankPool
 from tests.strategies.cases.case import SAMPLES, Case, Outcome, Run, Samples, in_one_process, on_a_rank
 from tests.strategies.cases.outcomes import assert_equal
@@ -85,7 +85,7 @@ def check(ranks: RankPool, choice: str, names: Iterable[str]):
         assert_equal(name, ranks.run(2, train, name, choice), expected(name), ARCHITECTURES[name].tolerance)
 
 
-@in_own_loops
+@pytest.mark.parametrize("choice", FAMILIES)
 def test_three_steps(ranks: RankPool, choice):
     """Of one architecture, in turn; zero3 also of T5, whose blocks hand on a tensor that the first one made."""
     names = list(ARCHITECTURES)[NAMES.index(choice) % len(ARCHITECTURES) :][:1]

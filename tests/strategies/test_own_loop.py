@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.strategy.communication import place
-from tests.parity import Case, build_and_step, check_messages, load, message_of, options_of, over_own_loops
+from tests.parity import FAMILIES, Case, build_and_step, check_messages, load, message_of, options_of, over_own_loops
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -226,7 +226,7 @@ def refuses_given(choice: str) -> dict[str, str]:
     return {"was set in micro_batch()": message_of(OneRankError, set_by_hand, choice, True, 1)}
 
 
-@over_own_loops
+@each_row("choice", FAMILIES)
 def test_what_a_loop_does_to_the_module(ranks: RankPool, choice):
     check_messages(ranks, 2, in_ones_hands, choice)
     if choice in ("pytorch_zero2", "pytorch_zero3"):  # whose parameters are not there after forward

@@ -44,7 +44,7 @@ CASES = [
     ("dp=2,ep=2", "simple_ddp", "lm, mixtral, no term", 2, False, {}),
     ("ep=2,tp=2", "zero2", "lm, mixtral", 2, False, {}),
     ("cp=2", "tp", "lm, gpt2", 1, False, {"context_parallel": "ulysses", "bucket_cap_mb": 25.0}),
-    ("ep=2", "tp", "lm, qwen", 2, False, {"precision": "bf16", "bucket_cap_mb": 25.0}),
+    ("ep=2", "tp", "lm, qwen", 1, False, {"precision": "bf16", "bucket_cap_mb": 25.0}),
     ("tp=2", "zero1", "llama", 1, True, {}),
     ("ep=4", "tp", "lm, qwen3", 1, False, {"activation_checkpointing": "block", "bucket_cap_mb": 25.0}),
 ]

@@ -63,7 +63,6 @@ def planned(
 @each_row(
     ("schedule", "ranks", "per_rank", "choice"),
     [
-        ("gpipe", 2, 1, "tp"),
         ("1f1b", 3, 1, "zero2"),
         ("zb-h1", 2, 1, "zero3"),
         ("interleaved", 2, 3, "tp"),

@@ -30,7 +30,7 @@ class Slow(list):
         return super().__getitem__(index)
 
 def build():
-    return Workload(Model(), Slow(samples(32)), samples(4), loss=mean)
+    return Workload(Model(), Slow(samples(48)), samples(4), loss=mean)
 """
 
 

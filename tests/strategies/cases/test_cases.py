@@ -18,7 +18,7 @@ TINY, SMALL, USUAL = 0.00002, 0.0003, 25.0
 """MB of a bucket: less than most parameters; 300 bytes, so that there are several; and one into which all fits."""
 
 
-KEY = {"a block runs twice", "accumulation, control flow by rank", "zeros for a block that is passed over"}
+KEY = {"accumulation, control flow by rank", "zeros for a block that is passed over"}
 
 
 @in_own_loops
