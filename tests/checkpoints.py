@@ -77,7 +77,7 @@ def train_to(
     model: str | None = None,
     asks_in_step: int | None = None,
     planned: int | None = None,
-    **changes: Any,
+    **changes,
 ) -> tuple[Strategy, TrainingResult]:
     """Train a new strategy up to step `last`. With `folder` it saves there, and `resume` names where it resumes.
 

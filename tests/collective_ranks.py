@@ -33,10 +33,10 @@ def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = N
     return ""
 
 
-def planted(name: str, plant: Callable[[calls.Call], None]) -> Any:
+def planted(name: str, plant: Callable[[calls.Call], None]):
     """Within this context, `plant` runs after each call of a collective."""
 
-    def make(*arguments: Any) -> calls.Call:
+    def make(*arguments) -> calls.Call:
         call = original(*arguments)
         return replace(call, run=lambda: (call.run(), plant(call)))
 
@@ -44,12 +44,12 @@ def planted(name: str, plant: Callable[[calls.Call], None]) -> Any:
     return mock.patch.dict(calls.CALLS, {name: make})
 
 
-def three_elements(rank: int) -> Any:
+def three_elements(rank: int):
     """On rank 1, three elements of every all-reduce come out wrong."""
     return planted("all_reduce", lambda call: call.buffers[0][5:8].add_(1) if rank == 1 else None)
 
 
-def connection_lost(rank: int) -> Any:
+def connection_lost(rank: int):
     """`broadcast` fails after the first call, on all ranks, so that the pool's own connections stay as they are."""
     left = iter(range(1))
 

@@ -77,7 +77,7 @@ def strategy_on(place: Place, model: str, seed: int) -> Iterator[Strategy]:
         yield strategy_class(module, make_optimizer, options, groups.data)
 
 
-def make_optimizer(params: Any) -> torch.optim.Optimizer:
+def make_optimizer(params) -> torch.optim.Optimizer:
     """Its eps is large, or it would magnify the rounding of gradients that should be 0, such as those of key biases."""
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
 

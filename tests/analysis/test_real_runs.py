@@ -3,7 +3,6 @@
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -26,7 +25,7 @@ from tests.ranks import RankPool
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 80, "eval_samples": 8, "profile_wait": 1}
 
 
-def train(folder: str, choice: str, load: Any, **changes: Any):
+def train(folder: str, choice: str, load, **changes):
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     train_and_record(RunConfig.of(**(TINY | changes), choice=choice, output_dir=folder), ranks, load)  # type: ignore[arg-type]
 
@@ -45,7 +44,7 @@ class ExtraAllReduce(SimpleDDPAccumulated):
 class DoubledPayload(BucketDDP):
     """Sends every bucket with as much padding behind it."""
 
-    def all_reduce(self, gradient: torch.Tensor, *_: object, **__: object) -> Any:
+    def all_reduce(self, gradient: torch.Tensor, *_: object, **__: object):
         twice = torch.cat([gradient, torch.zeros_like(gradient)])
         super().all_reduce(twice)
         gradient.copy_(twice[: gradient.numel()])

@@ -18,7 +18,7 @@ BUBBLES = {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 1.5 / 9.5, "zb-h1": 1
 """(p - 1) / (m + p - 1), where v = 2 halves the bubble, and where of F + B = 3 only F + I - W = 1 is left."""
 
 
-def over_links(*arguments: Any) -> dict[str, Any]:
+def over_links(*arguments) -> dict[str, Any]:
     with paced_groups(Link(10**10, 5e-5)):
         return measured(*arguments)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,7 +116,7 @@ class Large(Ring):
     def turns(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         return ((source, self._parts[source]) for source in reversed(range(self.size)))
 
-    def shift(self, tensor: Tensor) -> Any:
+    def shift(self, tensor: Tensor):
         assert tensor.dtype == torch.float32, "gradients go around in fp32"
         return SimpleNamespace(wait=lambda: torch.zeros_like(tensor))
 
@@ -140,7 +140,7 @@ class Written(Ring):
         self.rank, self.size = rank, size
         self.events: list[str] = []
 
-    def shift(self, tensor: Tensor) -> Any:
+    def shift(self, tensor: Tensor):
         self.events.append(f"post {int(tensor)}")
         return SimpleNamespace(wait=lambda: self.events.append(f"wait {int(tensor)}") or tensor + 1)
 

@@ -20,7 +20,7 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def saved_in(module: nn.Module, forward: Any) -> int:
+def saved_in(module: nn.Module, forward) -> int:
     """Bytes of the storages that autograd saves in a forward pass, weights left out."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     storages: dict[int, Any] = {}

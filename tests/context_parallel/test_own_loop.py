@@ -55,7 +55,7 @@ def samples_of(step: int) -> tuple[Tensor, Tensor]:
     return text[:, :-1], targets
 
 
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+def optimizer_of(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 

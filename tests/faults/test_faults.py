@@ -224,7 +224,7 @@ def rank_processes(mark: str) -> dict[int, int]:
     return found
 
 
-def wait_for(holds: Any, limit_s: float = 90.0):
+def wait_for(holds, limit_s: float = 90.0):
     deadline = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < deadline, "waited in vain"

@@ -1,7 +1,6 @@
 """A loop without a wrapper, around a model without biases that its ranks cut by hand. Runs inside ranks."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,12 @@ class Sum(torch.autograd.Function):
     """Sums over ranks, either forward or backward."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, is_forward: bool) -> Tensor:
+    def forward(context, tensor: Tensor, is_forward: bool) -> Tensor:
         context.is_forward = is_forward
         return Sum.of(tensor) if is_forward else tensor.view_as(tensor)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient if context.is_forward else Sum.of(gradient), None
 
     @staticmethod

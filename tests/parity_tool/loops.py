@@ -51,7 +51,7 @@ def data(step: int, padded: bool = False) -> tuple[Tensor, Tensor]:
     return words, labels
 
 
-def train(folder: Path, wrapper: str = "none", fault: str = "", micro_batches: int = 1, **how: Any):
+def train(folder: Path, wrapper: str = "none", fault: str = "", micro_batches: int = 1, **how):
     """Train three steps, and record them."""
     if "of" in how:
         parts.train(folder, fault=fault, **how)
@@ -212,7 +212,7 @@ class Loop:
         else:
             yield
 
-    def precision(self) -> Any:
+    def precision(self):
         other = self.fault == "autocast"
         return torch.autocast("cpu", torch.bfloat16) if self.autocast != other else nullcontext()
 

@@ -1,7 +1,6 @@
 """Loops by hand whose ranks share a loss, a layer, statistics or stages. Runs inside ranks."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,7 +176,7 @@ def clip(model: Part, most: float):
 PARTS: dict[str, type[Part]] = {one.__name__.lower(): one for one in (Towers, Term, Statistics, Fused, Adapter, Stages)}
 
 
-def train(folder: Path, of: str, fault: str = "", clips: float = 0.0, rounding: bool = False, **_: Any):
+def train(folder: Path, of: str, fault: str = "", clips: float = 0.0, rounding: bool = False, **_):
     torch.manual_seed(7)
     model = PARTS[of](fault)
     if fault == "cast parameters":

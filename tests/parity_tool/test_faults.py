@@ -55,7 +55,7 @@ def folder_of(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Fold
     return lambda size, settings: made(size, json.dumps(settings, sort_keys=True))
 
 
-def recorded(ranks: RankPool, folder_of: FolderOf, folder: Path, row: dict[str, Any], **of_b: Any) -> list[Any]:
+def recorded(ranks: RankPool, folder_of: FolderOf, folder: Path, row: dict[str, Any], **of_b) -> list[Any]:
     both = row.get("both", {})
     known = folder_of(2, both | {"wrapper": "ddp"}) if "counts" in both else folder_of(1, both)
     ranks.run(row.get("ranks", 2), run_one, folder, of_b | both | row.get("run", {}))

@@ -17,7 +17,7 @@ from tests.tables import by_default, each_row
 SEQUENCE = {"sequence_parallel": True}
 
 
-def with_dropout(options: dict[str, Any]) -> Any:
+def with_dropout(options: dict[str, Any]):
     """Gradients of what all ranks of tp hold, with the state of random numbers; and on rank 0 all whole gradients."""
     model = "lm, gpt2, dropout"
     with strategy_of(in_stages("tp", "pp=2,tp=2", model, **options)) as strategy:

@@ -39,11 +39,11 @@ def batches_of(step: int) -> list[dict[str, Tensor]]:
     return [{"x": x[first : first + 2], "y": y[first : first + 2]} for first in range(0, SAMPLES, 2)]
 
 
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+def optimizer_of(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def own_loop(mesh: str, choice: str, schedule: str, stages_per_rank: int, split: Any) -> tuple[list[float], Any, float]:
+def own_loop(mesh: str, choice: str, schedule: str, stages_per_rank: int, split) -> tuple[list[float], Any, float]:
     torch.manual_seed(0)
     model, losses = WithLoss(), []
     with closing_groups():

@@ -61,7 +61,7 @@ def blocks(layers: Iterable[Any], x: Tensor) -> Tensor:
     return x
 
 
-def in_order(model: Any, x: Tensor) -> Tensor:
+def in_order(model, x: Tensor) -> Tensor:
     return model.head(blocks(model.layers, model.embed(x)))
 
 
@@ -77,7 +77,7 @@ def each(step: Callable[[Any, Tensor], Tensor]) -> Run:
 def read_by(head_of: Callable[[Any], Tensor], detaches: bool = False) -> Run:
     """The head is a product with a weight that belongs to something else, too."""
 
-    def run(model: Any, x: Tensor) -> Tensor:
+    def run(model, x: Tensor) -> Tensor:
         x = model.embed(x)
         return functional.linear(blocks(model.layers, x.detach() if detaches else x), head_of(model))
 
@@ -85,7 +85,7 @@ def read_by(head_of: Callable[[Any], Tensor], detaches: bool = False) -> Run:
 
 
 def without_gradients(first: int, end: int) -> Run:
-    def run(model: Any, x: Tensor) -> Tensor:
+    def run(model, x: Tensor) -> Tensor:
         x = blocks(model.layers[:first], model.embed(x))
         with torch.no_grad():
             x = blocks(model.layers[first:end], x)
@@ -95,14 +95,14 @@ def without_gradients(first: int, end: int) -> Run:
 
 
 def masked(mask_of: Callable[[Tensor], Tensor]) -> Run:
-    def run(model: Any, x: Tensor) -> Tensor:
+    def run(model, x: Tensor) -> Tensor:
         x = model.embed(x)
         return model.head(blocks([partial(block, mask=mask_of(x)) for block in model.layers], x))
 
     return run
 
 
-def leaves_early(model: Any, x: Tensor) -> Tensor:
+def leaves_early(model, x: Tensor) -> Tensor:
     x = model.embed(x)
     for block in model.layers:
         x = block(x)
@@ -111,14 +111,9 @@ def leaves_early(model: Any, x: Tensor) -> Tensor:
     return model.head(x)
 
 
-def around_all(model: Any, x: Tensor) -> Tensor:
+def around_all(model, x: Tensor) -> Tensor:
     x = model.embed(x)
     return model.head(x + blocks(model.layers, x))
-
-
-def branches_at_the_border(model: Any, x: Tensor) -> Tensor:
-    x = blocks(model.layers[:2], model.embed(x))
-    return model.head(model.layers[2](x) * model.layers[3](x))
 
 
 def unpacked(block: nn.Module, x: Tensor) -> Tensor:
@@ -129,18 +124,17 @@ def unpacked(block: nn.Module, x: Tensor) -> Tensor:
 # How the model is built --------------------------------------------------------------------------------------------
 
 
-def standing(*indices: int, kind: Any = nn.ModuleList) -> Change:
+def standing(*indices: int) -> Change:
     """Lets some of the blocks stand in the list several times."""
 
-    def change(model: Any):
-        layers = [model.layers[index] for index in indices]
-        model.layers = kind(layers) if kind is nn.ModuleList else kind(*layers)
+    def change(model):
+        model.layers = nn.ModuleList(model.layers[index] for index in indices)
 
     return change
 
 
 def sharing(*indices: int) -> Change:
-    def change(model: Any):
+    def change(model):
         for index in indices:
             model.layers[index].linear.weight = model.layers[indices[0]].linear.weight
 
@@ -148,7 +142,7 @@ def sharing(*indices: int) -> Change:
 
 
 def batch_norm(*indices: int) -> Change:
-    def change(model: Any):
+    def change(model):
         norm = nn.BatchNorm1d(FEATURES)
         for index in indices:
             model.layers[index].norm = norm
@@ -159,7 +153,7 @@ def batch_norm(*indices: int) -> Change:
 def last(name: str) -> Change:
     """Registers a module behind all others."""
 
-    def change(model: Any):
+    def change(model):
         part = getattr(model, name)
         delattr(model, name)
         setattr(model, name, part)
@@ -167,7 +161,7 @@ def last(name: str) -> Change:
     return change
 
 
-def out_is_embed(model: Any):
+def out_is_embed(model):
     del model.head
     model.out = model.embed
 
@@ -180,7 +174,7 @@ def known_as(**ways: Callable[[Any], Any]) -> Change:
 def forwards(forward: Callable[..., Any], knows: Callable[[Any], Any] = lambda model: None) -> Change:
     """Gives blocks another forward, which knows something of the model."""
 
-    def change(model: Any):
+    def change(model):
         kind = type("Other", (Block,), {"forward": forward, "known": None})
         model.layers = nn.ModuleList(kind() for _ in range(4))
         for block in model.layers:
@@ -196,10 +190,8 @@ CASES: dict[str, tuple[Run, Change | None, str]] = {
     # What is right
     "in order": (in_order, None, RIGHT),
     "the first block of a stage is left out": (picked(0, 1, 3), None, RIGHT),
-    "in another order in a stage": (picked(1, 0, 3, 2), None, RIGHT),
     "each block twice in a row": (each(lambda block, x: block(block(x))), None, RIGHT),
     "a block stands in both stages": (in_order, standing(0, 1, 2, 0), RIGHT),
-    "a block stands in both stages of a sequence": (in_order, standing(0, 1, 2, 0, kind=nn.Sequential), RIGHT),
     "a block stands twice in the last stage": (in_order, standing(0, 1, 2, 2), RIGHT),
     "all blocks share a matrix": (in_order, sharing(0, 1, 2, 3), RIGHT),
     "the embedding stands behind the blocks, too": (read_by(lambda model: model.out.weight), out_is_embed, RIGHT),
@@ -216,7 +208,6 @@ CASES: dict[str, tuple[Run, Change | None, str]] = {
     ),
     "a number of each block": (each(lambda block, x: block(x) * block.factor), None, RIGHT),
     "a mask of the form of hidden states": (masked(lambda x: torch.ones_like(x).tril() > 0), None, RIGHT),
-    "a batch norm stands twice in a stage": (in_order, batch_norm(2, 3), RIGHT),
     # What is refused when the model is cut
     "a batch norm in both stages": (
         in_order,
@@ -234,13 +225,7 @@ CASES: dict[str, tuple[Run, Change | None, str]] = {
         None,
         f"runs layers.0 of stage 0 after layers.3 of .* 1, {ORDER}",
     ),
-    "backwards": (picked(3, 2, 1, 0), None, f"runs layers.1 of stage 0 after layers.2 of stage 1, {ORDER}"),
     "across stages": (picked(0, 2, 1, 3), None, f"runs layers.1 of stage 0 after layers.2 of stage 1, {ORDER}"),
-    "a block of the last stage first": (
-        lambda model, x: in_order(model, model.layers[3](x)),
-        None,
-        f"runs layers.3 of stage 1 before all, {ORDER}",
-    ),
     "blocks registered last": (in_order, last("layers"), f"runs head of stage 0 after layers.3 of stage 1, {ORDER}"),
     "the embedding's weight as head": (
         read_by(lambda model: model.embed.weight),

@@ -55,7 +55,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings_of(local: Path, output: Path, **changes: Any) -> dict[str, Any]:
+def settings_of(local: Path, output: Path, **changes) -> dict[str, Any]:
     settings = {
         "choice": "flat_ddp",
         "task": "causal-lm",

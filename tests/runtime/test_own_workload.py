@@ -46,7 +46,7 @@ def mean(output, batch):
 GOOD = "Workload(Model(), samples(12), samples(5), loss=mean, classifies=True)"
 
 
-def message_here(name: str, **settings: Any) -> str | None:
+def message_here(name: str, **settings) -> str | None:
     try:
         own.build(RunConfig.of(workload=name, device="cpu", **settings))
     except UserError as error:
@@ -68,7 +68,7 @@ def run_here(settings: dict[str, Any]):
     train_and_record(RunConfig.of(**settings), ranks, sharding.load)
 
 
-def trained(ranks: RankPool, folder: Path, choice: str, **settings: Any) -> dict[str, Any]:
+def trained(ranks: RankPool, folder: Path, choice: str, **settings) -> dict[str, Any]:
     ranks.run(2, run_here, {"choice": choice, "output_dir": str(folder), "no_profile": True, **settings})
     (path,) = (folder / "profile" / choice).glob("*.run.json")
     return json.loads(path.read_text())

@@ -142,7 +142,7 @@ def test_groups_of_other_ranks_have_other_names(ranks, another):
     assert [group_label(members) for members in named.values()] == list(named)
 
 
-def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "float32", **changes: Any) -> Entry:
+def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "float32", **changes) -> Entry:
     values = {"group": "ranks 0-3", "root": -1, "parameter": 0, "state": "completed", "time_s": float(seq)}
     return Entry(**{"seq": seq, "kind": kind, "elements": elements, "dtype": dtype, **values, **changes})
 

@@ -61,7 +61,7 @@ def resnet() -> nn.Module:
     return ResNetForImageClassification(ResNetConfig(num_labels=5, **sizes))
 
 
-def case_of(module: Callable[[], nn.Module], batch_of: Callable[[Samples], dict[str, Any]], **given: Any) -> Case:
+def case_of(module: Callable[[], nn.Module], batch_of: Callable[[Samples], dict[str, Any]], **given) -> Case:
     def loss(run: Run, batch: Samples) -> Tensor:
         return run(**batch_of(batch)).loss
 

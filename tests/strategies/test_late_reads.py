@@ -42,7 +42,7 @@ def reads_late(strategy: Strategy) -> Iterator[list[int]]:
     """Within this context. Yields how many optimizer steps old each value is when the host reads it."""
     NotHereYet.now, NotHereYet.ages = 0, []
 
-    def count(*_: Any):
+    def count(*_):
         NotHereYet.now += 1
 
     with (
@@ -67,7 +67,7 @@ def train_late_and_in_time(choice: str, options: dict[str, Any]):
         strategy.module.train()
         seen: list[tuple[int, int]] = []
 
-        def on_step(result: Any, strategy: Strategy = strategy, seen: list[tuple[int, int]] = seen):
+        def on_step(result, strategy: Strategy = strategy, seen: list[tuple[int, int]] = seen):
             seen.append((len(result.loss), strategy.optimizer_steps))
 
         steps = [step_of(index, bool(options) and index == 2) for index in range(STEPS)]

@@ -1,7 +1,6 @@
 """--offload beyond parity and memory: what is not finite, where gradients are judged, and folders."""
 
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -43,7 +42,7 @@ def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name, what)
 class OneDevice(TorchDispatchMode):
     """Fails where a GPU would: in an operator on tensors of the device and of the host."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         devices = {tensor.device for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         assert len(devices) < 2, f"{func}: {devices}"
         return func(*args, **kwargs or {})

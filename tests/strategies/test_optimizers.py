@@ -32,7 +32,7 @@ def parameters() -> dict[str, nn.Parameter]:
     return named
 
 
-def updated(make: Any, pieces: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:
+def updated(make, pieces: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:
     """The elements of all `pieces` after six steps."""
     held = [nn.Parameter(piece.clone()) for piece in pieces]
     optimizer = require_elementwise(make(held, lr=0.01), False)
@@ -60,7 +60,7 @@ def test_what_is_taken_is_elementwise(name):
 class ClipsAll(torch.optim.SGD):
     """By the norm of all gradients that it holds."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         return super().step(closure)
 
@@ -68,26 +68,26 @@ class ClipsAll(torch.optim.SGD):
 class Lion(torch.optim.Optimizer):
     """A user's own, which is elementwise but for the decay of matrices."""
 
-    def __init__(self, params: Any, lr: float):
+    def __init__(self, params, lr: float):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None):  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(group["lr"] * (p.grad.sign() + 0.1 * p * (p.ndim >= 2)))
 
 
-def with_a_step(ps: Any, lr: float) -> torch.optim.Optimizer:
+def with_a_step(ps, lr: float) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(ps, lr=lr)
     optimizer.step = partial(ClipsAll.step, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
-def with_a_hook(ps: Any, lr: float, is_behind: bool = False) -> torch.optim.Optimizer:
+def with_a_hook(ps, lr: float, is_behind: bool = False) -> torch.optim.Optimizer:
     """That sees what the optimizer holds by then."""
 
-    def clip(optimizer: torch.optim.Optimizer, *_: Any):
+    def clip(optimizer: torch.optim.Optimizer, *_):
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
 
     optimizer = torch.optim.SGD(ps, lr=lr)

@@ -114,7 +114,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def fp16(choice: str, module: Any):
+def fp16(choice: str, module):
     built(choice, module, precision="fp16")
 
 

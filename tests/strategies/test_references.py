@@ -1,7 +1,5 @@
 """What the originals of sharding hold, what they say to what they cannot do, and where they are not installed."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +18,7 @@ from tests.tables import each_row
 FSDP2 = ["pytorch_zero2", "pytorch_zero3"]
 
 
-def make(name: str, module: nn.Module, optimizer: Any = OPTIMIZERS["adam"]) -> Any:
+def make(name: str, module: nn.Module, optimizer=OPTIMIZERS["adam"]):
     return sharding.load(name)(module, optimizer, StrategyOptions())
 
 
@@ -73,7 +71,7 @@ def test_fsdp2_refuses_what_it_cannot_train(ranks: RankPool, name):
     check_messages(ranks, 2, refusals, name)
 
 
-def with_hook(module: nn.Module, kind: str, hook: Any = lambda _: None) -> nn.Module:
+def with_hook(module: nn.Module, kind: str, hook=lambda _: None) -> nn.Module:
     getattr(next(module.parameters()), f"register_{kind}hook")(hook)
     return module
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -93,7 +92,7 @@ def poison(module: nn.Module, batch: dict[str, torch.Tensor]):
     seen: list[bool] = []
     module.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["x"] is batch["x"]), with_kwargs=True)
 
-    def hook(part: nn.Module, arguments: Any, output: torch.Tensor):
+    def hook(part: nn.Module, arguments, output: torch.Tensor):
         output.register_hook(lambda gradient: gradient * float("nan") if seen[-1] else gradient)
 
     module.get_submodule("net.2").register_forward_hook(hook)
@@ -129,15 +128,15 @@ def nonfinite(ranks: RankPool, choice: str):
 def fail_and_go_on(choice: str, where: str):
     """A step that fails leaves state, answers and memory as they are, and one more step is as if it had not been."""
 
-    def fail(*_: Any):
+    def fail(*_):
         raise RuntimeError("planted")
 
-    def hold(strategy: Strategy) -> Any:
+    def hold(strategy: Strategy):
         with torch.no_grad():
             loss = strategy(**make_batch("deep", 4, 3)).loss.item()
         return strategy.full_state_dict(), loss, strategy.memory_breakdown()
 
-    def same(one: Any, other: Any) -> bool:
+    def same(one, other) -> bool:
         return all(torch.equal(one[0][name], other[0][name]) for name in one[0]) and one[1] == other[1]
 
     steps = [[make_batch("deep", 2, 10 * step + dist.get_rank() + index) for index in range(2)] for step in range(2)]

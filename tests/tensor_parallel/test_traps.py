@@ -74,13 +74,13 @@ def draw(sequence_parallel: bool) -> dict[str, Any]:
         seed_everything(7, strategy.data_parallel_rank)  # as the runner: the same for ranks with the same samples
         seen: dict[str, Any] = {}
 
-        def keep(name: str) -> Any:
-            def hook(module: Any, args: Any, output: torch.Tensor):
+        def keep(name: str):
+            def hook(module, args, output: torch.Tensor):
                 seen.setdefault(name, (output != 0).flatten(0, -2))
 
             return hook
 
-        def keep_state(*_: Any):
+        def keep_state(*_):
             seen.setdefault("inside", torch.get_rng_state())
 
         body = strategy.module.transformer
@@ -134,7 +134,7 @@ def test_cross_entropy(ranks: RankPool, world_size, vocabulary):
 # Refusals ----------------------------------------------------------------------------------------------------------
 
 
-def refuse(mesh: str, model: str, plan: Any, wanted: str) -> str:
+def refuse(mesh: str, model: str, plan, wanted: str) -> str:
     def cut():
         with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
             module = build(model)
@@ -179,11 +179,11 @@ class Overflow(torch.autograd.Function):
     """Changes nothing; the gradient is infinite."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
         return torch.full_like(gradient, torch.inf)
 
 

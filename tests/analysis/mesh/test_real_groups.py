@@ -3,7 +3,6 @@
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -79,7 +78,7 @@ def test_each_call_is_of_its_group(ranks: RankPool, paced):
         ]
 
 
-def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any):
+def train_on_mesh(folder: str, mesh: str, choice: str, **changes):
     settings = {"train_samples": 40, "eval_samples": 8, "global_batch_size": 8}
     settings |= {"sequence_length": 8, "profile_wait": 1, "profile_repeat": 1, "mesh": mesh, "choice": choice}
     rank = dist.get_rank()

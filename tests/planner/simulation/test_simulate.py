@@ -64,7 +64,7 @@ def cluster(ranks: int = 2, kind: str = "cpu") -> Cluster:
     return Cluster(device, 1, ranks, Link("link", LATENCY, RATE), backend="gloo" if kind == "cpu" else "nccl")
 
 
-def setting(choice: str, model: str = "plain", micro_batches: int = 1, **options: Any) -> Setting:
+def setting(choice: str, model: str = "plain", micro_batches: int = 1, **options) -> Setting:
     batches = lambda: [make_batch(model, 3, index) for index in range(micro_batches)]  # noqa: E731
     return Setting(RunConfig.of(choice=choice, **options), lambda: build(model), batches)
 
@@ -137,7 +137,7 @@ def require_whole(step: Simulated, observer: StepObserver):
         until_s = end
 
 
-def unknown(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]):
+def unknown(func, args, kwargs, inputs: list[Tensor]):
     inputs += tensors_in((*args, *kwargs.values()))
 
 
@@ -194,7 +194,7 @@ class Square(torch.nn.Module):
         self.first = torch.nn.Linear(FEATURES, WIDE, bias=False)
         self.last = torch.nn.Linear(WIDE, 2, bias=False)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, y: torch.Tensor):
         return SimpleNamespace(loss=(self.last(self.first(x)).sum(-1) - y).square().mean())
 
 
@@ -315,18 +315,18 @@ def test_fsdp_gathers_in_forward_beside_the_block_before():
 
 
 class BranchesOnWeights(Square):
-    def forward(self, x: Tensor, y: Tensor) -> Any:
+    def forward(self, x: Tensor, y: Tensor):
         return super().forward(-x if self.first(x).sum() > 0 else x, y)
 
 
 class CountsOnWeights(Square):
-    def forward(self, x: Tensor, y: Tensor) -> Any:
+    def forward(self, x: Tensor, y: Tensor):
         hidden = self.first(x)
         return super().forward(x, y + hidden[hidden > 0].sum())
 
 
 class Fails(Square):
-    def forward(self, x: Tensor, y: Tensor) -> Any:
+    def forward(self, x: Tensor, y: Tensor):
         raise ValueError("all samples must end\nalike")
 
 

@@ -87,7 +87,7 @@ def test_files_are_safetensors(tmp_path):
 # A checkpoint without a strategy -------------------------------------------------------------------------------------
 
 
-def manifest(step: int, **changes: Any) -> Manifest:
+def manifest(step: int, **changes) -> Manifest:
     plain: dict[str, Any] = {name: {} for name in ("versions", "buffers", "cuts", "states", "files")}
     plain |= {"format": FORMAT, "step": step, "choice": "zero3", "world_size": 2, "data_parallel_size": 2}
     plain |= {"run_id": "a run", "job": None, "config": {"lr": 0.1}, "optimizer": "AdamW"}
@@ -105,7 +105,7 @@ RANDOM = {"random/torch": torch.zeros(4, dtype=torch.uint8)}
 TEXTS = {"python_random": "[]", "numpy_random": "[]"}
 
 
-def make_checkpoint(folder: Path, step: int, **changes: Any) -> Path:
+def make_checkpoint(folder: Path, step: int, **changes) -> Path:
     path = folder / folder_name(step)
     path.mkdir(parents=True)
     files = {}
@@ -153,7 +153,7 @@ def test_any_damage_to_bytes_is_named(tmp_path_factory, chance):
     assert name in problem_in(path)
 
 
-def parsed(content: bytes) -> Any:
+def parsed(content: bytes):
     try:
         return json.loads(content)
     except ValueError:
@@ -195,7 +195,7 @@ def before_each_operation(act: Callable[[int, Callable[..., Any], Any], None]) -
     count = 0
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args, **kwargs):
             nonlocal count
             count += 1
             act(count, original, args[0])
@@ -215,7 +215,7 @@ def killed_at(operation: int) -> contextlib.AbstractContextManager[Callable[[], 
     """Within this context nothing changes on disk from the given operation on."""
     remove_tree = shutil.rmtree
 
-    def act(number: int, original: Callable[..., Any], path: Any):
+    def act(number: int, original: Callable[..., Any], path):
         if number < operation:
             return
         if original is remove_tree and number == operation:  # it takes a while, so a part of it is done
@@ -296,7 +296,7 @@ def save_what_changes(folder: Path) -> list[float]:
     """On a rank: what is stored of a weight that the next step changes before it is written."""
     weight, may_write = torch.ones(3), threading.Event()
 
-    def late(*args: Any) -> Any:
+    def late(*args):
         may_write.wait()
         return write_tensors(*args)
 
@@ -323,7 +323,7 @@ class Trap:
     def __init__(self, path: Path):
         self.path = str(path)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return open, (self.path, "w")
 
 
@@ -346,7 +346,7 @@ def test_no_pickle_is_loaded(tmp_path):
     assert sprung.exists(), "the trap does not work"
 
 
-def rewrite(path: Path, **changes: Any):
+def rewrite(path: Path, **changes):
     """Alter fields of a manifest, and make its checksum right again. None: remove the field."""
     content = json.loads((path / MANIFEST).read_bytes()) | changes
     removed = ["crc32", *(name for name, value in changes.items() if value is None)]

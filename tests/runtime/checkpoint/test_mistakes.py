@@ -4,7 +4,6 @@ import resource
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +31,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def said(ranks: RankPool, folder: Path | None, last: int = 6, **changes: Any) -> str:
+def said(ranks: RankPool, folder: Path | None, last: int = 6, **changes) -> str:
     """The line that a run up to step `last` ends with, the same on all ranks; empty if it ends well."""
     (message,) = set(ranks.run(2, error_of, CHOICE, last, folder, changes))
     assert "\n" not in message

@@ -45,7 +45,7 @@ def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice):
             assert all(torch.equal(plain[part][name], paced[part][name]) for name in plain[part])
 
 
-def issue(kind: str, group: Any = None) -> tuple[Any, Tensor, Tensor]:
+def issue(kind: str, group=None) -> tuple[Any, Tensor, Tensor]:
     """Handle, result, and what the result must be."""
     rank, size = dist.get_rank(), dist.get_world_size()
     own, part = torch.full((ELEMENTS,), float(rank + 1)), ELEMENTS // size

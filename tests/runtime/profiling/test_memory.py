@@ -83,7 +83,7 @@ def test_thinning_keeps_every_peak():
     assert {len(values) for name, values in thin.items() if name != "phases"} == {len(thin["ms"])}
 
 
-def report(ms: float, pointer: int, size: int, parent: Any) -> Any:
+def report(ms: float, pointer: int, size: int, parent):
     fields = SimpleNamespace(ptr=pointer, alloc_size=size)
     return SimpleNamespace(start_time_ns=ms, extra_fields=fields, parent=parent)
 
@@ -118,7 +118,7 @@ def step_memory(choice: str, model: str, micro_batches: int) -> dict[str, Any]:
     return {"recorded": recorded, "rest": strategy.memory_breakdown(), "hooks": count_hooks(strategy) - before}
 
 
-def count_hooks(strategy: Any) -> int:
+def count_hooks(strategy) -> int:
     modules = sum(len(module._forward_hooks) for module in strategy.module.modules())
     return modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in strategy.leaves())
 

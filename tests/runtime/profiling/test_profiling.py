@@ -3,7 +3,6 @@
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -31,13 +30,13 @@ def unfinished_at_window_end(choice: str) -> list[int]:
     strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], options_of(choice))
     announce, is_late = strategy.announce, dist.get_rank() == dist.get_world_size() - 1
 
-    def announce_late(*args: Any):
+    def announce_late(*args):
         time.sleep(LATE_S if is_late and strategy.optimizer_steps + 1 in WINDOW_ENDS else 0)
         announce(*args)
 
     works: list[dist.Work] = []
 
-    def keep(call: Any):
+    def keep(call):
         if call.name.name != "REDUCE_SCATTER_BASE":  # Gloo's handle of it never says that it is completed
             works.append(call.work)
 

@@ -72,13 +72,13 @@ def test_a_run_names_what_was_planted(ranks: RankPool, tmp_path, choice, data, s
     assert all(row["core_s"] >= 0 and row["device_s"] is None for row in rows)
 
 
-def row(rank: int = 0, **changes: Any) -> dict[str, Any]:
+def row(rank: int = 0, **changes) -> dict[str, Any]:
     """Of a step of 100 ms on a GPU that is busy, in ms."""
     times = {"step": 100, "data": 1, "collectives": 2, "device": 60, "core": 1, "late": 1} | changes
     return {"rank": rank} | {f"{name}_s": None if ms is None else ms / 1000 for name, ms in times.items()}
 
 
-def record(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def record(*rows: dict[str, Any], **changes) -> dict[str, Any]:
     memory = [{"rank": 0, "peak_reserved_bytes": None, "peak_rss_bytes": 2**30, "limit_bytes": 2**33}]
     steps = {"step_time_s": [0.1] * 6, "settling_steps": 0, "resumed_from": None, "gpu_sharing": None}
     return steps | {"throughput": rows, "memory": memory, "config": {"no_profile": False}} | changes

@@ -46,7 +46,7 @@ def nothing(run: Run, module: nn.Module, step: int):
     pass
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
+def momentum(params) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
@@ -84,7 +84,7 @@ class Case:
         found = self.loss(run, batch)
         return [found] if isinstance(found, Tensor) else found
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+    def scheduler(self, optimizer: torch.optim.Optimizer):
         return self.schedule(optimizer) if self.schedule else None
 
 

@@ -25,12 +25,12 @@ class Pair(NamedTuple):
 class Answers(nn.Module):
     """Two blocks and a head; `pack` makes the answer of prediction and hidden layer."""
 
-    def __init__(self, pack: Any = lambda prediction, hidden: prediction):
+    def __init__(self, pack=lambda prediction, hidden: prediction):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
         self.head, self.pack = nn.Linear(FEATURES, 1), pack
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         hidden = self.read(*args, **kwargs)
         for block in self.blocks:
             hidden = torch.tanh(block(hidden))
@@ -52,7 +52,7 @@ def nested(run: Run, batch: Samples) -> Tensor:
     return functional.mse_loss(run(0.5, batch.x[:, :2], batch.x[:, 2:], table=table, none=None), batch.y)
 
 
-def both(read: Any) -> Any:
+def both(read):
     def loss(run: Run, batch: Samples) -> Tensor:
         prediction, hidden = read(run(batch.x))
         return functional.mse_loss(prediction, batch.y) + hidden.square().mean()
@@ -81,23 +81,6 @@ def power(run: Run, batch: Samples) -> Tensor:
     return (run(batch.x).abs() - batch.y).square().mean()
 
 
-class Packed(nn.Module):
-    """Takes and answers packed sequences."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.GRU(FEATURES, 5, bidirectional=True), nn.LSTM(10, 3, num_layers=2)
-
-    def forward(self, sequences: Any) -> Any:
-        return self.second(self.first(sequences)[0])
-
-
-def packed(run: Run, batch: Samples) -> Tensor:
-    sequences = nn.utils.rnn.pack_sequence([batch.x[:3], batch.x[:2], batch.x[1:2]])
-    answer, (_, cell) = run(sequences)
-    return answer.data.square().mean() + cell.mean()
-
-
 def two_frames(run: Run, batch: Samples) -> Sequence[Tensor] | Tensor:
     """Of a list of tuples; one tensor needs no gradient, another is the input itself."""
     (prediction, ids), same = run(batch.x)
@@ -118,5 +101,4 @@ CASES = {
     "an output that is unused in a step": Case(lambda: Answers(Pair), other_output_by_step, unused=True),
     "nested arguments": Case(ReadsNested, nested),
     "complex numbers": Case(Waves, power),
-    "packed sequences": Case(Packed, packed),
 }

@@ -1,7 +1,5 @@
 """Parameters that are made, shared or laid out in an unusual way; buffers."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,17 +12,13 @@ def layers(*inner: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, 8), *inner, nn.Tanh(), nn.Linear(8, 1))
 
 
-def in_blocks(make: Any) -> nn.Sequential:
+def in_blocks(make) -> nn.Sequential:
     """Two of them in a list, so that sharding sees blocks."""
     return layers(nn.Sequential(make(), make()))
 
 
 def weight_norm() -> nn.Module:
     return parametrizations.weight_norm(nn.Linear(8, 8))
-
-
-def spectral_norm() -> nn.Module:
-    return parametrizations.spectral_norm(nn.Linear(8, 8), n_power_iterations=2)
 
 
 class Many(nn.Module):
@@ -92,19 +86,6 @@ class ReadsOthers(nn.Module):
 class ReadsBlocks(ReadsOthers):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(functional.linear(self.blocks[0](x), self.blocks[1].weight) + self.held(x))
-
-
-class Attention(nn.Module):
-    """Attention that stands alone: `nn.MultiheadAttention` reads its last layer's weight without calling it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)[None]
-        return self.last(self.attention(hidden, hidden, hidden, need_weights=False)[0][0])
 
 
 class Image(nn.Module):
@@ -199,13 +180,11 @@ class Penalized(nn.Module):
 
 CASES = {
     "weight norm in blocks": Case(lambda: in_blocks(weight_norm)),
-    "spectral norm in blocks": Case(lambda: in_blocks(spectral_norm)),
     "hundreds of tiny parameters": Case(Many),
     "parameters of several dtypes": Case(Mixed),
     "parameters shared between modules": Case(Shared),
     "weights of a layer that is not called": Case(ReadsOthers),
     "weights of another block": Case(ReadsBlocks, unused=True),
-    "attention that stands alone": Case(Attention),
     "two parameters over one memory": Case(Views),
     "channels last, and a transposed weight": Case(Image),
     "buffers replaced in forward": Case(Counts, before=switch),
