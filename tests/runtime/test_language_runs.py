@@ -95,7 +95,6 @@ SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "nu
 FAMILIES = [
     GPT2,
     {"model_type": "llama", **SMALL, "vocab_size": 400, "max_position_embeddings": 64},
-    {"model_type": "qwen2", **SMALL, "num_key_value_heads": 1, "vocab_size": 400, "tie_word_embeddings": True},
 ]
 
 

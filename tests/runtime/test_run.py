@@ -287,17 +287,14 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int):
     [
         (0, {}, ("cpu", "gloo")),
         (2, {}, ("cuda:1", "nccl")),
-        (2, {"device": "cpu"}, ("cpu", "gloo")),
         (2, {"backend": "gloo"}, ("cuda:1", "gloo")),
         (1, {"backend": "gloo"}, ("cuda:0", "gloo")),
         (1, {}, ("cuda:0", "nccl")),  # perhaps another GPU than that of the other rank: see `require_own_gpus`
         (0, {"device": "cuda"}, "torch sees no CUDA device"),
         (0, {"backend": "nccl"}, "--backend nccl needs CUDA"),
         (2, {"backend": "nccl-legacy"}, ("cuda:1", "nccl-legacy")),
-        (0, {"backend": "nccl-legacy"}, "--backend nccl-legacy needs CUDA"),
         (2, {"link": "1gbit"}, "--link 1gbit slows down Gloo between CPUs, and this run is on GPUs"),
         (2, {"link": "1gbit", "device": "cpu"}, ("cpu", "gloo")),
-        (0, {"link": "1gbit"}, ("cpu", "gloo")),
     ],
 )
 def test_device_and_backend(monkeypatch, gpus, flags, expected):

@@ -24,6 +24,7 @@ from tests.models import make_batch
 from tests.parity import Case, strategy_of
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
+from tests.tables import by_default
 from tests.traffic import CLIP, Totals, add, announced, counted_step
 
 CASES = [
@@ -80,21 +81,11 @@ def real_step(
         return totals, strategy.memory_breakdown(), recorded["peak_bytes"] + batch
 
 
-@pytest.mark.parametrize(
-    ("mesh", "choice", "model", "micro_batches", "sequence_parallel", "options"),  # some by default
-    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index not in TRIED)) for index, one in enumerate(CASES)],
-)
-def test_a_pretended_rank_does_what_a_real_one_does(
-    ranks: RankPool,
-    mesh,
-    choice,
-    model,
-    micro_batches,
-    sequence_parallel,
-    options,
-):
+@pytest.mark.parametrize("case", by_default(CASES, *(CASES[index] for index in TRIED)))
+def test_a_pretended_rank_does_what_a_real_one_does(ranks: RankPool, case):
     """Collectives by kind and group size; memory at rest and at the peak. Of ranks that hold experts some get more rows
     than others, so bytes of these and peaks are means."""
+    mesh, choice, model, micro_batches, sequence_parallel, options = case
     more = {"mesh": mesh, "sequence_parallel": sequence_parallel, "clip_grad_norm": CLIP}
     size = Mesh.parse(mesh).size
     simulation = Simulation(setting(choice, model, micro_batches, **more, **options), cluster(size), COSTS, rank=1)
@@ -106,7 +97,7 @@ def test_a_pretended_rank_does_what_a_real_one_does(
             add(seen, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
         kept = known_of_load(simulation.strategy)
     assert seen == wanted
-    found = ranks.run(size, real_step, mesh, choice, model, micro_batches, sequence_parallel, options)
+    found = ranks.run(size, real_step, *case)
     issued, held, peak = found[1]
     if "ep" in Mesh.parse(mesh).degrees:
         calls, _ = issued[rows := ("all_to_all", Mesh.parse(mesh).degree("ep"))]

@@ -32,7 +32,7 @@ from ddp_lab.strategy.options import StrategyOptions
 from tests.models import FEATURES, build, llama_classifier, make_batch
 from tests.parity import NAMES, REFUSALS, load
 from tests.ranks import RankPool
-from tests.tables import each_row
+from tests.tables import by_default, each_row
 
 CHOICES = [choice for choice in NAMES if not choice.startswith("deepspeed")]
 SECONDS = 1e-3
@@ -101,10 +101,11 @@ EVERY = [(choice, case, kind) for choice in CHOICES for case in range(len(CASES)
 
 
 @pytest.mark.parametrize(
-    ("choice", "case", "kind"),  # without those marked as exhaustive: every choice, every case and both kinds
-    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index % 17 > 0)) for index, one in enumerate(EVERY)],
+    "one",
+    by_default(EVERY, *EVERY[::17]),  # every choice, every case and both kinds
 )
-def test_the_collectives_are_those_that_the_strategy_announces(choice, case, kind):
+def test_the_collectives_are_those_that_the_strategy_announces(one):
+    choice, case, kind = one
     model, micro_batches, options = CASES[case]
     one = setting(choice, model, micro_batches, clip_grad_norm=1.0, **options)
     simulation = Simulation(one, cluster(2 if kind == "cpu" else 5, kind), COSTS, rank=1)
@@ -159,9 +160,6 @@ def test_an_operator_that_ran_before_answers_as_it_did(choice, options):
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-TRIED_AT_REST = ("bucket_ddp_async", "zero1", "zero3", "pytorch_zero3")
-
-
 def real_memory(choice: str) -> dict[str, int]:
     strategy = load(choice)(build("plain"), adamw, StrategyOptions())
     for step in range(3):
@@ -172,10 +170,7 @@ def real_memory(choice: str) -> dict[str, int]:
     return strategy.memory_breakdown()
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [pytest.param(one, marks=[pytest.mark.exhaustive] * (one not in TRIED_AT_REST)) for one in CHOICES],
-)
+@pytest.mark.parametrize("choice", by_default(CHOICES, "bucket_ddp_async", "zero1", "zero3", "pytorch_zero3"))
 def test_resting_memory_is_what_real_ranks_hold(ranks: RankPool, choice):
     _, real = ranks.run(2, real_memory, choice)
     held = simulate(setting(choice), cluster(), COSTS, rank=1).memory.at_rest
@@ -238,13 +233,11 @@ TRIED_PEAKS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("choice", "options"),
-    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (one not in TRIED_PEAKS)) for one in PEAKS],
-)
-def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice, options):
+@pytest.mark.parametrize("case", by_default(PEAKS, *TRIED_PEAKS))
+def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, case):
     """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends. States of random generators are
     not: a block that is computed again keeps 5056 bytes for that of the CPU, which is nothing beside larger batches."""
+    choice, options = case
     samples = 400 if "activation_checkpointing" in options else 3
     (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice, options, samples)
     one = setting(choice, "llama", micro_batches=2, **options)
