@@ -133,7 +133,7 @@ def test_evaluation_and_losses_do_not_depend_on_the_number_of_ranks(ranks: RankP
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved classifier, and the same reviews as parquet, JSON lines and save_to_disk."""
+    """A saved classifier, and reviews by save_to_disk and as CSV with names for labels."""
     from datasets import Dataset, DatasetDict
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -154,10 +154,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "model")
     splits = {"train": Dataset.from_list(list(train)), "test": Dataset.from_list(list(test))}
     DatasetDict(splits).save_to_disk(folder / "saved")
-    (folder / "parquet").mkdir()
-    for name, data in splits.items():
-        data.to_parquet(folder / "parquet" / f"{name}-00000-of-00001.parquet")
-    splits["train"].to_json(folder / "reviews.jsonl")
     names = ["terrible", "poor", "fair", "good", "superb"]
     named = [{"body": review["text"], "stars": names[review["label"]]} for review in train]
     Dataset.from_list(named).to_csv(folder / "named.csv")
@@ -165,11 +161,11 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def yelp_settings(local: Path, output: Path, dataset: str = "parquet", model: str = "model") -> dict[str, Any]:
+def yelp_settings(local: Path, output: Path, dataset: str) -> dict[str, Any]:
     return {
         "choice": "flat_ddp",
         "workload": "yelp",
-        "model": str(local / model),
+        "model": str(local / "model"),
         "dataset": str(local / dataset),
         "train_samples": 24,
         "eval_samples": 10,
