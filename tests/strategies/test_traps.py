@@ -270,7 +270,8 @@ def loaded_buffers_are_on_every_rank(ranks: RankPool, choice: str):
 @trap
 def full_state_continues_elsewhere(ranks: RankPool, choice: str):
     """Into another choice and another world size, as if nothing had happened (TRAPS 19)."""
-    for model in ("tied",) if choice in FAMILIES[::2] else ("odd",):
+    models = ("tied", "odd")
+    for model in (models[FAMILIES.index(choice) % 2],) if choice in FAMILIES else models:
         others = [other for other in NAMES if (other, model) not in REFUSALS]
         if choice in others:
             first, second = ranks.run(2, trained, Case(choice, model, split=[[[2, 2], [2, 2]], [[4], [4]]]))

@@ -260,7 +260,7 @@ def test_killed_between_any_two_operations(ranks: RankPool, tmp_path):
     assert steps == sorted(steps) and set(steps) == {2, 4}
 
 
-LATE_S, POLL_S = 0.04, 0.002
+LATE_S, POLL_S = 0.05, 0.002
 """The former is longer than rank 0 takes to make a checkpoint of what it sees: it polls, and writes a few files."""
 
 

@@ -98,7 +98,8 @@ def test_a_run_on_a_mesh_stops_and_resumes(ranks: RankPool, tmp_path, settings, 
     assert record["generated"] == record_of(tmp_path / "straight", label)["generated"]
     changed = record["resumed_from"]["changed"]
     assert (changed["choice"], changed["mesh"]) == (["zero1", "zero3"], [mesh, None])
-    assert record["notes"][0].startswith(f"resumed after step 4 with {size} ranks instead of {size} ranks (")
+    before = f"{size} ranks ({Mesh.parse(mesh).data_size} data-parallel{', tp=2' * ('tp' in mesh)}): "
+    assert record["notes"][0].startswith(f"resumed after step 4 with {size} ranks instead of {before}")
 
     if "pp" in mesh:  # ranks of tp draw alike, whatever the ranks of the pipeline have saved
         half = checkpoint_of(tmp_path / "straight", label, 2)
