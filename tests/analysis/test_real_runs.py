@@ -105,15 +105,15 @@ ELEMENTS = (50_000, 2_000)
 
 
 def reduce_late(folder: str, late: int, delay_s: float):
-    """Four steps of some compute and two blocking all-reduces, before which one rank sleeps."""
+    """Six steps of some compute and two blocking all-reduces, before which one rank sleeps."""
     rank = dist.get_rank()
     with profile(
         activities=[ProfilerActivity.CPU],
-        schedule=schedule(wait=0, warmup=1, active=4),
+        schedule=schedule(wait=0, warmup=1, active=6),
         on_trace_ready=lambda it: it.export_chrome_trace(f"{folder}/rank_{rank}.json"),
         record_shapes=True,
     ) as profiler:
-        for _ in range(5):
+        for _ in range(7):
             with record_function("backward"):
                 torch.ones(200, 200) @ torch.ones(200, 200)
             if rank == late:
@@ -135,7 +135,7 @@ def test_a_planted_straggler_is_named(late, tmp_path):
     page = write_summary(analyse_window(find_windows(late)[0]), "late", tmp_path).read_text()
     assert "Rank 1 costs the others most: it arrives last in" in page and "heatmap" in page
     table = pd.read_csv(tmp_path / "stragglers.csv")
-    assert table["step"].nunique() == 3 and table["collectives"].eq(2).all()
+    assert table["step"].nunique() == 5 and table["collectives"].eq(2).all()
     of_late = table[table["rank"] == 1]
     assert of_late["last"].ge(1).all() and of_late["lateness_ms"].gt(150).all()
     costs = of_late["costs_ms"]  # the other rank waits about 300 ms, less what its own compute and start took
