@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.variants import BARE_LOOP, PLAIN, RUNTIME
+from benchmarks.variants import BARE, BARE_LOOP, BARE_ZERO1, BARE_ZERO2, BARE_ZERO3, LOCAL, PLAIN, RUNTIME
 from ddp_lab.runtime.build import Parallelize, build_strategy, cut_over_ranks, seed_everything
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.batches import to_device
@@ -20,11 +23,15 @@ from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
 from ddp_lab.strategy.accounting import Collective, ModelSize, expected_state_bytes, storage_bytes
 from ddp_lab.strategy.batches import MicroBatch, StepData
+from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.precision import autocast
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
 from ddp_lab.strategy.replicated import ReplicatedStrategy
+from reference.dtensors import local
 from reference.pytorch_ddp import PyTorchDDP
+
+STATES = ("parameters", "gradients", "optimizer_state")
 
 
 class Unreduced(ReplicatedStrategy):
@@ -107,17 +114,28 @@ def plain_runner(
 ) -> Runner:
     """One of `PLAIN`, as a person writes it by hand."""
     name, size = config.choice, ModelSize.of(workload.model)
-    module = workload.model.to(ranks.device)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
+    module, everyone = workload.model.to(ranks.device), group or dist.group.WORLD
+    settings = {"lr": workload.learning_rate, "fused": True}
     model: Any = module
-    if name == BARE_LOOP:
-        model = DistributedDataParallel(module, process_group=group, **PyTorchDDP.settings)
+    if name in (BARE_LOOP, BARE_ZERO1):
+        model = DistributedDataParallel(module, process_group=everyone, **PyTorchDDP.settings)
+    elif name in BARE:
+        mesh, reshards = DeviceMesh.from_group(everyone, ranks.device.type), name == BARE_ZERO3
+        for block in find_blocks(module):
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(module, mesh=mesh)
+    optimizer: torch.optim.Optimizer
+    if name == BARE_ZERO1:
+        packed: dict[str, Any] = {"parameters_as_bucket_view": True, **settings}
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, everyone, **packed)
+    else:
+        optimizer = torch.optim.AdamW(module.parameters(), **settings)
 
     def steps(count: int) -> None:
         for _ in range(count):
             optimizer.zero_grad()
             for index, batch in enumerate(batches):
-                if name == BARE_LOOP:
+                if isinstance(model, DistributedDataParallel):
                     model.require_backward_grad_sync = index == len(batches) - 1
                 with autocast(ranks.device.type, config.strategy.precision):
                     loss = model(**batch).loss / len(batches)
@@ -125,20 +143,23 @@ def plain_runner(
             optimizer.step()
 
     def state_bytes() -> int:
-        states = [value for entry in optimizer.state.values() for value in entry.values()]
+        own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        states = [value for entry in own.state.values() for value in entry.values()]
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        return storage_bytes([*module.parameters(), *module.buffers(), *gradients, *states])
+        return storage_bytes(map(local, [*module.parameters(), *module.buffers(), *gradients, *states]))
 
-    expected = expected_state_bytes(size, ranks.world_size, ())
-    wire_bytes = 2 * (ranks.world_size - 1) / ranks.world_size * storage_bytes(module.parameters())
+    shards = {BARE_ZERO1: ["optimizer_state"], **dict.fromkeys((BARE_ZERO2, BARE_ZERO3), STATES)}.get(name, ())
+    expected = expected_state_bytes(size, ranks.world_size, shards)
+    sends = {LOCAL: 0, BARE_ZERO1: 3, BARE_ZERO3: 3}.get(name, 2)  # times the parameters
+    wire_bytes = sends * (ranks.world_size - 1) / ranks.world_size * size.parameter_bytes
     return Runner(
         size.elements,
         steps,
         optimizer.zero_grad,
         state_bytes,
         sum(expected.values()),
-        wire_bytes=lambda: wire_bytes if name == BARE_LOOP else 0.0,
-        settling_steps=2 if name == BARE_LOOP else 1,  # DDP rebuilds its buckets in the second
+        wire_bytes=lambda: wire_bytes,
+        settling_steps=2 if isinstance(model, DistributedDataParallel) else 1,  # DDP rebuilds its buckets in the second
     )
 
 

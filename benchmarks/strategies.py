@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import ddp
 import sharding
 import tensor_parallel
-from benchmarks.variants import BARE_LOOP, LOCAL, PLAIN, RUNTIME, SETTINGS, parse_variant
+from benchmarks.variants import BARE, LOCAL, PLAIN, RUNTIME, SETTINGS, parse_variant
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
@@ -51,7 +51,7 @@ AS_THE_RUNNERS = (
 )
 ALONE = (LOCAL, RUNTIME)
 """What is measured beside all choices, but for pipelines."""
-NAMES = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, BARE_LOOP]))
+NAMES = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, *BARE]))
 MIB = 2**20
 RATIOS = ["ratio_median", "ratio_p25", "ratio_p75"]
 

@@ -9,10 +9,14 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.options import bucket_cap
 
-LOCAL, RUNTIME, BARE_LOOP = "local", "runtime", "bare_loop"
-"""A step without communication, as a person writes it for one device; one through this project's training loop, with
-the small exchanges of that loop, in which no gradient is sent; and a loop around PyTorch DDP without this project's."""
-PLAIN = (LOCAL, BARE_LOOP)
+LOCAL, RUNTIME = "local", "runtime"
+"""A step without communication, as a person writes it for one device; and one through this project's training loop,
+with the small exchanges of that loop, in which no gradient is sent."""
+BARE_LOOP, BARE_ZERO1, BARE_ZERO2, BARE_ZERO3 = "bare_loop", "bare_zero1", "bare_zero2", "bare_zero3"
+BARE = (BARE_LOOP, BARE_ZERO1, BARE_ZERO2, BARE_ZERO3)
+"""Loops without this project's, as torch's tutorials write them: around PyTorch DDP, DDP with ZeroRedundancyOptimizer,
+FSDP2 that keeps blocks until backward, and FSDP2 that reshards them after forward."""
+PLAIN = (LOCAL, *BARE)
 """Loops written by hand, which have no setting but their precision."""
 SETTINGS: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("precision", "param_dtype", "reduce_dtype", "compress", "offload"), str),
