@@ -51,14 +51,23 @@ def waiting(what: str) -> Iterator[None]:
         waited[what] += time.perf_counter() - began
 
 
-def host_time() -> dict[str, float]:
-    """`waited` until now; `core`: seconds in which this thread could run but had no core (0 where the system is not
-    Linux); and `now`, in seconds since the epoch."""
+_schedstat = threading.local()
+
+
+def waited_for_core_s() -> float:
+    """Seconds in which this thread could run but had no core; 0 where the system is not Linux."""
     try:
-        core_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])  # sched-stats.rst of the kernel
+        if not hasattr(_schedstat, "file"):
+            _schedstat.file = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
+        _schedstat.file.seek(0)
+        return int(_schedstat.file.read(128).split()[1]) / 1e9  # sched-stats.rst of the kernel
     except (OSError, IndexError):
-        core_ns = 0
-    return waited | {"core": core_ns / 1e9, "now": time.time()}
+        return 0.0
+
+
+def host_time() -> dict[str, float]:
+    """`waited` until now; `core`: `waited_for_core_s`; and `now`, in seconds since the epoch."""
+    return waited | {"core": waited_for_core_s(), "now": time.time()}
 
 
 def record_phases_in(recorder: Recorder | None) -> None:
