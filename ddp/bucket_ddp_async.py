@@ -44,8 +44,7 @@ class BucketDDP(ReplicatedStrategy):
         self.buckets = [] if is_one else [Bucket(each) for each in filled]
         self._order = FixedOrder(self.buckets)
         for bucket in self.buckets:
-            for slot, parameter in enumerate(bucket.parameters):
-                self.watch.then(parameter, partial(self._on_gradient, bucket, slot in bucket.moves_at))
+            self.watch.then(bucket.parameters, partial(self._on_gradients, bucket), at=bucket.moves_at)
 
     def before_step(self) -> None:
         super().before_step()
@@ -59,13 +58,14 @@ class BucketDDP(ReplicatedStrategy):
         for bucket in self.buckets if not self.is_in_pipeline else ():
             bucket.missing = len(bucket.parameters)
 
-    def _on_gradient(self, bucket: Bucket, moves: bool, _: Tensor) -> None:
-        if moves:
+    def _on_gradients(self, bucket: Bucket, count: int) -> bool:
+        bucket.missing -= count * self.steps.counts_gradients
+        if bucket.missing or not self.steps.reduces_now:
             bucket.collect()
-        bucket.missing -= self.steps.counts_gradients
-        if self.steps.reduces_now and not bucket.missing:
+        else:
             for next_bucket in self._order.ready(bucket):
                 self._start(next_bucket)
+        return not bucket.missing
 
     def after_backward(self) -> None:
         if self.steps.another_follows:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
 from ddp_lab.strategy.replicated import bytes_of, is_own
@@ -25,7 +26,7 @@ class Bucket:
 
     Attributes:
         flat: The buffer, (elements,). It has no elements while no parameter has a gradient.
-        moves_at: Parameters, by their numbers, at whose gradients `collect` is due before the bucket is complete.
+        moves_at: Parameters at whose gradients `collect` is due before the bucket is complete.
         views: For each parameter its place in the buffer, in its shape. None while there is no buffer.
     """
 
@@ -62,11 +63,14 @@ class Bucket:
         gradients = [gradient for slot in new if (gradient := self.parameters[slot].grad) is not None]
         if gradients and not self.views and len(self.parameters) == 1 and is_own(gradients[0]):
             self.flat, self.views = gradients[0].view(-1), gradients
+            return
+        if len(gradients) == len(self.parameters) > 1 and not self.views:
+            self.flat = flatten(gradients)  # one copy of all
+            self.views = unflatten(self.flat, self.parameters)
         elif gradients:
-            self.made()
-            torch._foreach_copy_([self.views[slot] for slot in new], gradients)
-            for slot in new:
-                self.parameters[slot].grad = self.views[slot]
+            torch._foreach_copy_([self.made()[slot] for slot in new], gradients)
+        for slot in new:
+            self.parameters[slot].grad = self.views[slot]
 
     def complete(self) -> None:
         """Collect what is there, and put zeros where this rank made no gradient in this step."""
@@ -83,13 +87,13 @@ class Bucket:
         return self.views
 
 
-def moves_at(parameters: Sequence[Tensor], most: int) -> frozenset[int]:
+def moves_at(parameters: Sequence[Tensor], most: int) -> frozenset[Tensor]:
     """At which of the gradients, if they come in this order, those that wait have reached `most` bytes."""
     places, waiting = [], 0
-    for place, parameter in enumerate(parameters):
+    for parameter in parameters:
         waiting += parameter.nbytes
         if waiting >= most:
-            places.append(place)
+            places.append(parameter)
             waiting = 0
     return frozenset(places)
 

@@ -9,6 +9,8 @@ Hooks may fire in another order on another rank. So all ranks reduce in one fixe
 is roughly the order of backward. A gradient that backward does not make on this rank is reduced as zeros.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from ddp.fixed_order import FixedOrder
@@ -25,13 +27,13 @@ class HookDDP(ReplicatedStrategy):
         super().prepare()
         self._order: FixedOrder[Tensor] = FixedOrder(reversed(self.trainable.values()))
         for parameter in self.trainable.values():
-            self.watch.then(parameter, self._on_gradient_ready)
+            self.watch.then([parameter], partial(self._on_gradient_ready, parameter), at=[parameter])
 
     def before_step(self) -> None:
         super().before_step()
         self._order.restart()
 
-    def _on_gradient_ready(self, parameter: Tensor) -> None:
+    def _on_gradient_ready(self, parameter: Tensor, _: int) -> None:
         if self.steps.reduces_now:
             for next_parameter in self._order.ready(parameter):
                 self._reduce(gradient_of(next_parameter))

@@ -44,6 +44,8 @@ class PyTorchDDP(ReplicatedStrategy):
             find_unused_parameters=self.options.find_unused_parameters,
             **self.settings,
         )
+        if self.options.find_unused_parameters:  # then DDP runs hooks of parameters that get no gradient
+            self.watch.look_at_each()
         if isinstance(self.compression, Bf16):
             self.ddp.register_comm_hook(self.process_group, bf16_compress_hook)
         elif self.compression is not None:

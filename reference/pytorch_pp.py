@@ -121,8 +121,7 @@ class PyTorchPP(ReplicatedStrategy):
 
     def after_backward(self) -> None:
         """Torch writes gradients itself where it cuts backward in two, and runs no hooks."""
-        for index, parameter in enumerate(self.trainable.values()):
-            self.watch.on_gradient(index, parameter)
+        self.watch.note(self.trainable.values())
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         return self.buffer_traffic()

@@ -18,7 +18,6 @@ Fp32 bytes a rank, beside activations: 4 P parameters, 4 P gradients, 8 P / N op
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from ddp.buckets import fill_buckets, usual_cap_bytes
 from ddp.fixed_order import FixedOrder
@@ -59,8 +58,7 @@ class Zero1(ShardedStrategy):
         self.order = FixedOrder(self.buckets)
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
-            for slot, parameter in enumerate(bucket.flat.parameters):
-                self.watch.then(parameter, partial(self._on_gradient, bucket, slot in bucket.moves_at))
+            self.watch.then(bucket.flat.parameters, partial(self._on_gradients, bucket), at=bucket.moves_at)
 
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 
@@ -71,13 +69,16 @@ class Zero1(ShardedStrategy):
         for flat in self.flats:
             flat.require_in_place()
 
-    def _on_gradient(self, bucket: GradientBucket, moves: bool, _: Tensor) -> None:
+    def _on_gradients(self, bucket: GradientBucket, count: int) -> bool:
         if not self.steps.in_micro_batch:
-            return
-        bucket.receive(moves, self.steps.counts_gradients)
+            return False
+        bucket.missing -= count * self.steps.counts_gradients
         if self.steps.reduces_now and not bucket.missing:
             for next_bucket in self.order.ready(bucket):
                 self.start_reduction(next_bucket)
+        elif self.steps.counts_gradients:
+            bucket.collect()
+        return not bucket.missing
 
     def after_backward(self) -> None:
         if self.steps.another_follows:

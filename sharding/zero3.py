@@ -10,7 +10,7 @@ What happens in a step, with units 1 to n:
   whole: backward needs them first.
 - Backward. While unit i computes, unit i-1 is all-gathered again. (Unit n-1 only when unit n is through: activations
   take the most memory at the start of backward.) When all gradients of unit i are made, its parameters are freed and
-  its gradients are reduce-scattered. The reduce-scatter is in flight until unit i-2 makes its first gradient: then it
+  its gradients are reduce-scattered. The reduce-scatter is in flight until backward comes to unit i-2: then it
   is waited for, and the full gradients of unit i are freed. To wait at unit i-1 already would save the full gradients
   of one unit, but backward would stop whenever the link is not done yet. The root is freed when its own gradients are
   made: at the start of backward, if it holds only a norm and a head.
@@ -34,7 +34,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp.buckets import DEFAULT_CAP_MB
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
@@ -109,8 +109,7 @@ class Zero3(ShardedStrategy):
             embedding.register_forward_pre_hook(ModuleHook(lambda *_: self._unshard_now(self.embeddings)))
         for unit in self.all_units:
             for bucket in unit.buckets:
-                for slot, parameter in enumerate(bucket.flat.parameters):
-                    self.watch.then(parameter, partial(self._on_gradient, unit, bucket, slot in bucket.moves_at))
+                self.watch.then(bucket.flat.parameters, partial(self._on_gradients, unit, bucket), at=bucket.moves_at)
 
     def _unshard_now(self, unit: Unit) -> None:
         self.schedule.unshard(unit)
@@ -127,6 +126,7 @@ class Zero3(ShardedStrategy):
 
     def _before_forward(self) -> None:
         require_plain_call(self._in_backward)
+        self.watch.look()
         # Of an earlier forward pass in this micro-batch, backward may have begun, perhaps for inputs alone.
         self._is_awaited = self._in_backward and not self.schedule.finish_backward()
         self._in_backward = False
@@ -199,24 +199,27 @@ class Zero3(ShardedStrategy):
 
     def _before_backward(self, unit: Unit) -> None:
         require_latest(self._in_backward)
+        self.watch.look()  # at the gradients of the units before, which are reduced before this one is gathered
         self._unshard_now(unit)
         self.schedule.reduce_what_is_ready()
         if unit is not self.schedule.last_unit:
             self.schedule.prefetch()
+        self.schedule.make_room()
 
-    def _on_gradient(self, unit: Unit, bucket: ShardedGradientBucket, moves: bool, parameter: Tensor) -> None:
+    def _on_gradients(self, unit: Unit, bucket: ShardedGradientBucket, count: int) -> bool:
         reduction = self.schedule.reduction_of(bucket)
+        bucket.missing -= count
         if self.schedule.drops_gradients:
-            parameter.grad = None
-            bucket.missing -= 1
-        else:
-            self.schedule.make_room()
-            bucket.receive(moves)
+            for parameter in bucket.flat.parameters:
+                parameter.grad = None
+        elif bucket.missing:
+            bucket.collect()
         if bucket.missing:
-            return
+            return False
         if unit is self.schedule.last_unit and not any(other.missing for other in reduction.buckets):
             self.schedule.prefetch()  # not earlier: at the start of backward, activations take the most memory
         self.schedule.reduce_what_is_ready()
+        return True
 
     def after_backward(self) -> None:
         self.schedule.issue_rest()  # what waits for gradients that backward did not make on this rank

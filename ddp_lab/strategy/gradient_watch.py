@@ -1,12 +1,21 @@
-"""Watches the gradients that backward makes on this rank, before they are reduced with those of other ranks."""
+"""Watches the gradients that backward makes on this rank, before they are reduced with those of other ranks.
+
+A hook in Python takes longer than the gradient of a small parameter. So the hook of most parameters is `list.append`,
+which notes who has come, and runs no Python. Behind a few parameters, such as the last one of a bucket, a hook looks at
+all that has come since.
+"""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_lab.runtime.errors import OneRankError
+
+Call = Callable[[int], bool | None]
 
 
 class GradientWatch:
@@ -17,106 +26,147 @@ class GradientWatch:
             own hooks, so that it sees each gradient before communication changes it.
 
     Attributes:
-        inspects: Look at the values of each gradient. This reads every gradient once more, so it is on only while the
-            step is repeated to find the rank that made a gradient that is not finite.
         takes_one: Refuse a second gradient of a parameter in this backward pass, because the first one may be reduced
             already. In a pipeline the last backward pass of a stage may come in two: of inputs, and of weights.
+        inspects: Look at the values of each gradient. This reads every gradient once more, so it is on only while the
+            step is repeated to find the rank that made a gradient that is not finite.
+        first_nonfinite_round: The first backward pass that made one; -1 if none did.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._names, self._parameters = list(parameters), list(parameters.values())
-        self.inspects = self.takes_one = False
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._parameters = list(parameters.values())
         self._lengths = {parameter.numel() for parameter in self._parameters}
-        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
-        self._then: list[Callable[[Tensor], object] | None] = [None] * len(self._parameters)
+        self._calls: dict[int, Call] = {}  # by the parameter
+        self._arrived: list[Tensor] = []
+        self._handles = {id(p): p.register_post_accumulate_grad_hook(self._arrived.append) for p in self._parameters}
+        weakref.finalize(self, remove_hooks, self._handles, self._arrived).atexit = False
+        self.inspects = self.takes_one = False
         self.begin_step()
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(hook_of(weakref.ref(self), index))
 
-    def then(self, parameter: Tensor, call: Callable[[Tensor], object]) -> None:
-        """Run `call(parameter)` when backward has added up a gradient, for as long as this watch exists."""
-        self._then[self._index[parameter]] = call
+    def then(self, parameters: Sequence[Tensor], call: Call, at: Iterable[Tensor] = ()) -> None:
+        """Run `call(count)` when backward has made gradients of so many of `parameters`: behind each of `at`, at the
+        end of the backward pass, and behind the one that came last when `call` answered that all have come."""
+        self._calls |= {id(parameter): call for parameter in parameters}
+        for parameter in at:
+            self._look_behind(parameter)
+
+    def look_at_each(self) -> None:
+        """From now on take up every gradient as it comes, before anybody can change it."""
+        for parameter in self._parameters:
+            self._look_behind(parameter)
+
+    def _look_behind(self, parameter: Tensor) -> None:
+        self._handles[id(parameter)].remove()
+        self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(look_of(weakref.ref(self)))
 
     def begin_step(self) -> None:
         """Forget the step before."""
-        self._round = -1
-        self._last_round = [-1] * len(self._parameters)
+        self._round = self.first_nonfinite_round = -1
+        self._arrived.clear()
+        self._received: set[int] = set()
+        self._in_round: set[int] = set()
         self._taken: set[int] = set()
-        self._index_at: dict[int, int] = {}  # by the address of a parameter's gradient
-        self.first_nonfinite_round = -1
+        self._number_at: dict[int, int] = {}  # by the address of a parameter's gradient
 
     def begin_round(self, continues: bool = False) -> None:
         """The backward pass of the next micro-batch follows; or, if it `continues`, the rest of one."""
+        self.look()
         self._round += 1
+        self._in_round = set()
         if not continues:
             self._taken.clear()
 
+    def look(self, behind: Tensor | None = None) -> None:
+        """Take up the gradients that have come since the last look. `behind`: the one whose hook looks.
+
+        Raises:
+            OneRankError: a parameter got a second gradient, and `takes_one`.
+        """
+        arrived = self._arrived.copy()
+        self._arrived.clear()
+        keys = [*map(id, arrived)]
+        if self.takes_one:
+            if len(set(keys)) < len(keys) or not self._taken.isdisjoint(keys):
+                raise second_gradient(next(self._names[k] for k in keys if k in self._taken or keys.count(k) > 1))
+            self._taken.update(keys)
+        self._received.update(keys)
+        self._in_round.update(keys)
+        if self.inspects and self.first_nonfinite_round < 0 and not all(is_finite(p.grad) for p in arrived):
+            self.first_nonfinite_round = self._round
+        calls = [*map(self._calls.get, keys)]
+        latest = dict(zip(calls, arrived, strict=True))
+        for call, count in Counter(calls).items():
+            if call is not None and call(count) and latest[call] is not behind:
+                self._look_behind(latest[call])
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Those of `parameters` that have a gradient got one in this round, by who runs no hooks."""
+        self._arrived += (parameter for parameter in parameters if parameter.grad is not None)
+        self.look()
+
     def received(self) -> list[bool]:
         """Whether each parameter got a gradient in this step, on this rank."""
-        return [last >= 0 for last in self._last_round]
+        return [id(parameter) in self._received for parameter in self._parameters]
+
+    def received_in_last_round(self) -> list[bool]:
+        """Whether each parameter got a gradient in the latest backward pass, on this rank."""
+        self.look()
+        return [id(parameter) in self._in_round for parameter in self._parameters]
 
     def unexplained(self, parameters: Iterable[Tensor]) -> set[int]:
         """The numbers of the `parameters` that have a gradient, or whose leaf has, although no backward pass of this
         step has made one."""
-        if -1 not in self._last_round:
+        if len(self._received) == len(self._parameters):
             return set()
-        each = enumerate(zip(self._last_round, self._parameters, parameters, strict=True))
-        return {i for i, (last, leaf, p) in each if last < 0 and not (leaf.grad is None and p.grad is None)}
+        each = enumerate(zip(self.received(), self._parameters, parameters, strict=True))
+        return {i for i, (got, leaf, p) in each if not got and not (leaf.grad is None and p.grad is None)}
 
     def explain(self, numbers: Iterable[int]) -> None:
         """The loop itself has set these gradients."""
-        for number in numbers:
-            self._last_round[number] = self._round
-
-    def received_in_last_round(self) -> list[bool]:
-        """Whether each parameter got a gradient in the latest backward pass, on this rank."""
-        return [last == self._round for last in self._last_round]
+        keys = [id(self._parameters[number]) for number in numbers]
+        self._received.update(keys)
+        self._in_round.update(keys)
 
     def number_at(self, tensor: Tensor) -> int:
-        """The number, from 1, of the parameter whose gradient is in `tensor`; 0 if it is the gradient of none.
-
-        Fast for a gradient that backward has made. One that a strategy has put in its place is searched for.
-        """
+        """The number, from 1, of the parameter whose gradient is in `tensor`; 0 if it is the gradient of none."""
         address = tensor.data_ptr()
         if not address or tensor.numel() not in self._lengths:
             return 0
-        found = self._index_at.get(address)
-        if found is None or self._address(found) != address:
-            found = next((index for index in range(len(self._parameters)) if self._address(index) == address), -1)
-        return found + 1
-
-    def _address(self, index: int) -> int:
-        gradient = self._parameters[index].grad
-        return gradient.data_ptr() if gradient is not None else 0
-
-    def on_gradient(self, index: int, parameter: Tensor) -> None:
-        """Backward has added up a gradient of the parameter with this number."""
-        gradient = parameter.grad
-        if gradient is not None:  # PyTorch DDP runs the hooks also behind an output that the loss leaves out
-            if self.takes_one:
-                if index in self._taken:
-                    raise second_gradient(self._names[index])
-                self._taken.add(index)
-            self._last_round[index] = self._round
-            self._index_at[gradient.data_ptr()] = index
-            if self.inspects and self.first_nonfinite_round < 0 and not gradient.isfinite().all():
-                self.first_nonfinite_round = self._round
-        if (call := self._then[index]) is not None:
-            call(parameter)
+        number = self._number_at.get(address, 0)
+        gradient = self._parameters[number - 1].grad if number else None
+        if gradient is None or gradient.data_ptr() != address:
+            grads = ((p.grad, number) for number, p in enumerate(self._parameters, 1))
+            self._number_at = {grad.data_ptr(): number for grad, number in grads if grad is not None}
+            number = self._number_at.get(address, 0)
+        return number
 
 
-def hook_of(held: "weakref.ref[GradientWatch]", index: int) -> Callable[[Tensor], None]:
-    """The one hook of a parameter.
+def look_of(held: "weakref.ref[GradientWatch]") -> Callable[[Tensor], None]:
+    """A hook of a parameter.
 
     C++ holds it, where no garbage collector looks. One that held a strategy would keep it and its process groups until
     the process ends.
     """
 
     def run(parameter: Tensor) -> None:
-        if (watch := held()) is not None:
-            watch.on_gradient(index, parameter)
+        watch = held()
+        if watch is not None and parameter.grad is not None:  # PyTorch DDP runs it behind what the loss leaves out, too
+            watch._arrived.append(parameter)
+            watch.look(behind=parameter)
 
     return run
+
+
+def is_finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool(gradient.isfinite().all())
+
+
+def remove_hooks(handles: dict[int, Any], arrived: list[Tensor]) -> None:
+    """When the watch is gone."""
+    for handle in handles.values():
+        handle.remove()
+    arrived.clear()
 
 
 def second_gradient(name: str) -> OneRankError:

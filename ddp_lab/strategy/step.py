@@ -160,6 +160,7 @@ class Step(Progress):
         try:
             strategy.before_micro_batch()
             yield
+            watch.look()
             if given := watch.unexplained(strategy.trainable.values()) - self._unexplained:
                 if strategy.reduces_given_gradients:
                     watch.explain(given)

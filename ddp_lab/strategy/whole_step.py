@@ -174,6 +174,7 @@ class WholeStep(Step):
         strategy = self._strategy
         strategy.zero_grad()
         strategy.watch.inspects = True
+        strategy.watch.look_at_each()
         try:
             self._attempt(micro_batches)
             rounds = self.agreement.all_gather(strategy.watch.first_nonfinite_round)

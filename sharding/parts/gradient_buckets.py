@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
 from ddp.buckets import MOST_WAITING, moves_at
@@ -27,13 +28,14 @@ class GradientBucket:
 
     Attributes:
         full: This rank's own gradients, (padded_numel,), if there are any.
-        views: For each parameter its place in `full`, in its shape; none while it is not made.
         shard: The sum over ranks, (shard_numel,), in the dtype of the update, once reduced.
         missing: Gradients still to come before the bucket can be reduced.
         in_flight: The reduce-scatter, from its start until it is waited for.
         averages: Whether reductions give the average over ranks instead of the sum.
         most_waiting: Bytes of gradients that wait to be copied together.
-        moves_at: The parameters, by their slots, with whose gradients that many bytes wait.
+        moves_at: The parameters with whose gradients that many bytes wait.
+        keeps_views: Between micro-batches `.grad` is the view into `full`, so that autograd adds the next gradient
+            there. Else it is None, and `collect` adds.
     """
 
     averages = False
@@ -43,10 +45,12 @@ class GradientBucket:
         self.flat, self.dtype = flat, dtype or flat.full.dtype
         self.replicas = SumOverReplicas(flat.ranks, self.dtype) if flat.ranks.replicate else None
         self.casts = self.dtype != flat.full.dtype
+        self.keeps_views = not self.casts
         self.moves_at = moves_at(flat.parameters, self.most_waiting)
+        self._padding = flat.layout.padded_numel - flat.layout.numel
         self._placed: set[int] = set()
         self.full: Tensor | None = None
-        self.views: Sequence[Tensor] = ()
+        self._views: Sequence[Tensor] = ()
         self.in_flight: Pending | None = None
         self._abandoned: list[object] = []
         self.reset()
@@ -62,67 +66,62 @@ class GradientBucket:
 
     def drop(self) -> None:
         """Free the full gradients."""
-        self.full, self.views, self.in_flight = None, (), None
+        self.full, self._views, self.in_flight = None, (), None
         self._placed.clear()
 
-    def receive(self, moves: bool, counts: bool = True) -> None:
-        """Autograd has made a gradient; the last one of its parameter before the reduction if it `counts`.
-
-        Args:
-            moves: Whether its slot is in `moves_at`.
-        """
-        self.missing -= counts
-        if moves and counts:
-            self.collect()
+    @property
+    def views(self) -> Sequence[Tensor]:
+        """For each parameter its place in `full`, in its shape."""
+        if not self._views:
+            self._views = unflatten(self.make_full(), self.flat.parameters)
+        return self._views
 
     @torch.no_grad()
-    def collect(self) -> None:
-        """Move the gradients here that autograd has made since, by one copy. It adds those of later micro-batches in
-        place, if they have the bucket's dtype."""
-        found = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
-        new = {slot: g for slot, g in found if g is not None and not (self.views and g is self.views[slot])}
-        if self._is_whole(new) and is_own(new[0]):
-            self.full, self.views = new[0].view(-1), [new[0]]
+    def collect(self, is_last: bool = False) -> None:
+        """Move the gradients here that autograd has made since, by one copy. `is_last`: No further one comes before the
+        reduction."""
+        gradients = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
+        views = self._views or [None] * len(self.flat.parameters)
+        new = {slot: grad for slot, grad in gradients if grad is not None and grad is not views[slot]}
+        if self.full is None and len(new) == len(self.flat.parameters) and not self.casts:
+            self.full = self.made_of(list(new.values()))
         elif new:
-            self.make_full()
             self._place(new)
-        for slot in new:
-            self.flat.parameters[slot].grad = None if self.casts else self.views[slot]
-        if self.casts:
-            self._placed |= new.keys()
+        self._placed |= new.keys()
+        for slot in range(len(self.flat.parameters)) if is_last else new:
+            self.flat.parameters[slot].grad = self.views[slot] if self.keeps_views and not is_last else None
 
-    def _is_whole(self, new: Mapping[int, Tensor]) -> bool:
-        """Whether the one gradient in `new` may become the full tensor as it is, so that nothing is copied."""
-        fits = 0 in new and new[0].numel() == self.flat.layout.padded_numel and new[0].is_contiguous()
-        return fits and self.full is None and not self.casts
+    def made_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The full tensor: one gradient that fills it as it is, or a copy of them all."""
+        is_whole = len(gradients) == 1 and not self._padding
+        return gradients[0].view(-1) if is_whole and is_own(gradients[0]) else self._copy_of(gradients)
+
+    def _copy_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        if len(gradients) == 1 and not self._padding:
+            return gradients[0].flatten().clone()
+        return flatten([*gradients, gradients[0].new_zeros(self._padding)])
 
     def make_full(self) -> Tensor:
         """The full tensor, made if it is not there."""
         if self.full is None:
             self.full = torch.empty_like(self.flat.full, dtype=self.dtype)
-            self._clear_padding(self.full)
-            self.views = unflatten(self.full, self.flat.parameters)
+            self.full[self.flat.layout.numel :] = 0
         return self.full
-
-    def _clear_padding(self, full: Tensor) -> None:
-        if self.flat.layout.padded_numel > self.flat.layout.numel:
-            full[self.flat.layout.numel :] = 0
 
     def _place(self, new: Mapping[int, Tensor]) -> None:
         """Copy gradients here, or add them to those of earlier micro-batches."""
-        if first := new.keys() - self._placed:
+        again = set() if self.keeps_views else new.keys() & self._placed
+        if first := new.keys() - again:
             torch._foreach_copy_([self.views[slot] for slot in first], [new[slot] for slot in first])
-        if again := new.keys() & self._placed:
+        if again:
             torch._foreach_add_([self.views[slot] for slot in again], [new[slot] for slot in again])
 
     def complete(self) -> Tensor:
         """The full tensor, with zeros where this rank made no gradient."""
-        self.collect()
-        full = self.make_full()
-        for slot, parameter in enumerate(self.flat.parameters):
-            if parameter.grad is None and slot not in self._placed:
-                self.views[slot].zero_()
-        return full
+        self.collect(is_last=True)
+        for slot in set(range(len(self.flat.parameters))) - self._placed:
+            self.views[slot].zero_()
+        return self.make_full()
 
     def start_reduction(self) -> None:
         full = self.complete()
@@ -141,8 +140,6 @@ class GradientBucket:
             self.wait()
             self.in_flight = None
             self._placed.clear()
-            for parameter in self.flat.parameters:
-                parameter.grad = None  # what is left there is this rank's own part
             assert self.shard is not None
             self.pass_on(self.shard)
 
@@ -185,50 +182,37 @@ class GradientBucket:
 class ShardedGradientBucket(GradientBucket):
     """Holds full gradients only from the first one of a backward pass until they are reduced, and then the shard.
 
-    Each micro-batch is reduced, and its sum is added to the shard. The full tensor's memory is freed and allocated
-    again, rather than the tensor replaced.
+    Each micro-batch is reduced, and its sum is added to the shard. The full tensor's memory is freed at once, even
+    while a backend's thread still holds the tensor; one that autograd made goes when nobody holds it.
     """
 
     most_waiting = 25 * 2**20  # memory for a whole bucket is made late
-    _buffer: Tensor | None = None
-    _views: Sequence[Tensor] = ()
+    _ours: Tensor | None = None
     _sum: Tensor | None = None
 
+    def __init__(self, flat: FlatParameters, dtype: torch.dtype | None = None) -> None:
+        super().__init__(flat, dtype)
+        self.keeps_views = False
+
     def reset(self) -> None:
-        if self.in_flight:  # of a step that was abandoned: it may go on in the old buffer
-            self._buffer = None
+        if self.in_flight:  # of a step that was abandoned: it may go on in the old tensor
+            self._ours = None
         super().reset()
 
     def drop(self) -> None:
-        """Free the full gradients, unless autograd made them: they may share their memory with another."""
-        free(self._buffer)
-        self.in_flight = self.full = self._sum = None
-        self.views = ()
-        self._placed.clear()
+        free(self._ours)
+        self._ours = self._sum = None
+        super().drop()
 
-    @torch.no_grad()
-    def collect(self) -> None:
-        found = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
-        new = {slot: gradient for slot, gradient in found if gradient is not None}
-        if self._is_whole(new):
-            self.full, self.views = new[0].view(-1), [new[0]]
-        elif new:
-            self.make_full()
-            self._place(new)
-        for slot in new:
-            self.flat.parameters[slot].grad = None
-        self._placed |= new.keys()
+    def _copy_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        self._ours = super()._copy_of(gradients)
+        return self._ours
 
     def make_full(self) -> Tensor:
-        if self.full is None and self._buffer is None:
-            self._buffer = super().make_full()
-            self._views = self.views
-        elif self.full is None and self._buffer is not None:
-            self.full, self.views = self._buffer, self._views
-            self.full.untyped_storage().resize_(self.full_bytes)
-            self._clear_padding(self.full)
-        assert self.full is not None
-        return self.full
+        is_new = self.full is None
+        full = super().make_full()
+        self._ours = full if is_new else self._ours
+        return full
 
     def start_reduction(self) -> None:
         full = self.complete()

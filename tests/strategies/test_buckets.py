@@ -21,10 +21,10 @@ def test_large_gradients_move_as_they_come():
     """So that hardly any is held twice. Small ones wait until there are enough to be copied together."""
     parameters = [nn.Linear(1, rows, bias=False).weight for rows in (100, 300_000, 200_000, 90_000, 10)]
     bucket = Bucket(parameters)
-    assert bucket.moves_at == {1, 3} == moves_at(parameters, MOST_WAITING)
+    assert bucket.moves_at == {parameters[1], parameters[3]} == moves_at(parameters, MOST_WAITING)
     for slot, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, float(slot))
-        if slot in bucket.moves_at:
+        if parameter in bucket.moves_at:
             bucket.collect()
             assert all(one.grad is view for one, view in zip(parameters[: slot + 1], bucket.views, strict=False))
     bucket.complete()
