@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.variants import BARE, BARE_LOOP, BARE_ZERO1, BARE_ZERO2, BARE_ZERO3, LOCAL, PLAIN, RUNTIME
+from benchmarks.variants import BARE, PLAIN, RUNTIME
 from ddp_lab.runtime.build import Parallelize, build_strategy, cut_over_ranks, seed_everything
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.batches import to_device
@@ -30,8 +30,6 @@ from ddp_lab.strategy.registry import refuse_tensor_parallelism
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 from reference.dtensors import local
 from reference.pytorch_ddp import PyTorchDDP
-
-STATES = ("parameters", "gradients", "optimizer_state")
 
 
 class Unreduced(ReplicatedStrategy):
@@ -117,15 +115,15 @@ def plain_runner(
     module, everyone = workload.model.to(ranks.device), group or dist.group.WORLD
     settings = {"lr": workload.learning_rate, "fused": True}
     model: Any = module
-    if name in (BARE_LOOP, BARE_ZERO1):
+    if name in ("bare_loop", "bare_zero1"):
         model = DistributedDataParallel(module, process_group=everyone, **PyTorchDDP.settings)
     elif name in BARE:
-        mesh, reshards = DeviceMesh.from_group(everyone, ranks.device.type), name == BARE_ZERO3
+        mesh, reshards = DeviceMesh.from_group(everyone, ranks.device.type), name == "bare_zero3"
         for block in find_blocks(module):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
         fully_shard(module, mesh=mesh)
     optimizer: torch.optim.Optimizer
-    if name == BARE_ZERO1:
+    if name == "bare_zero1":
         packed: dict[str, Any] = {"parameters_as_bucket_view": True, **settings}
         optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, everyone, **packed)
     else:
@@ -148,9 +146,8 @@ def plain_runner(
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return storage_bytes(map(local, [*module.parameters(), *module.buffers(), *gradients, *states]))
 
-    shards = {BARE_ZERO1: ["optimizer_state"], **dict.fromkeys((BARE_ZERO2, BARE_ZERO3), STATES)}.get(name, ())
+    sends, shards = BARE.get(name, (0, ()))
     expected = expected_state_bytes(size, ranks.world_size, shards)
-    sends = {LOCAL: 0, BARE_ZERO1: 3, BARE_ZERO3: 3}.get(name, 2)  # times the parameters
     wire_bytes = sends * (ranks.world_size - 1) / ranks.world_size * size.parameter_bytes
     return Runner(
         size.elements,

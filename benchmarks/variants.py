@@ -12,10 +12,16 @@ from ddp_lab.strategy.options import bucket_cap
 LOCAL, RUNTIME = "local", "runtime"
 """A step without communication, as a person writes it for one device; and one through this project's training loop,
 with the small exchanges of that loop, in which no gradient is sent."""
-BARE_LOOP, BARE_ZERO1, BARE_ZERO2, BARE_ZERO3 = "bare_loop", "bare_zero1", "bare_zero2", "bare_zero3"
-BARE = (BARE_LOOP, BARE_ZERO1, BARE_ZERO2, BARE_ZERO3)
+STATES = ("parameters", "gradients", "optimizer_state")
+BARE = {
+    "bare_loop": (2, ()),
+    "bare_zero1": (3, ("optimizer_state",)),
+    "bare_zero2": (2, STATES),
+    "bare_zero3": (3, STATES),
+}
 """Loops without this project's, as torch's tutorials write them: around PyTorch DDP, DDP with ZeroRedundancyOptimizer,
-FSDP2 that keeps blocks until backward, and FSDP2 that reshards them after forward."""
+FSDP2 that keeps blocks until backward, and FSDP2 that reshards them after forward. Each with how often it sends all
+parameters in a step, times (N-1)/N, and what it shards."""
 PLAIN = (LOCAL, *BARE)
 """Loops written by hand, which have no setting but their precision."""
 SETTINGS: dict[str, Callable[[str], object]] = {

@@ -61,11 +61,9 @@ class Bucket:
         views: Sequence[Tensor | None] = self.views or [None] * len(self.parameters)
         new = [slot for slot, p in enumerate(self.parameters) if p.grad is not None and p.grad is not views[slot]]
         gradients = [gradient for slot in new if (gradient := self.parameters[slot].grad) is not None]
-        if gradients and not self.views and len(self.parameters) == 1 and is_own(gradients[0]):
-            self.flat, self.views = gradients[0].view(-1), gradients
-            return
-        if len(gradients) == len(self.parameters) > 1 and not self.views:
-            self.flat = flatten(gradients)  # one copy of all
+        if len(gradients) == len(self.parameters) and not self.views:
+            is_whole = len(gradients) == 1 and is_own(gradients[0])
+            self.flat = gradients[0].view(-1) if is_whole else flatten([*gradients, self._nothing])
             self.views = unflatten(self.flat, self.parameters)
         elif gradients:
             torch._foreach_copy_([self.made()[slot] for slot in new], gradients)

@@ -92,7 +92,11 @@ class GradientWatch:
             self._taken.update(keys)
         self._received.update(keys)
         self._in_round.update(keys)
-        if self.inspects and self.first_nonfinite_round < 0 and not all(is_finite(p.grad) for p in arrived):
+        if (
+            self.inspects
+            and self.first_nonfinite_round < 0
+            and not all(p.grad is None or p.grad.isfinite().all() for p in arrived)
+        ):
             self.first_nonfinite_round = self._round
         calls = [*map(self._calls.get, keys)]
         latest = dict(zip(calls, arrived, strict=True))
@@ -156,10 +160,6 @@ def look_of(held: "weakref.ref[GradientWatch]") -> Callable[[Tensor], None]:
             watch.look(behind=parameter)
 
     return run
-
-
-def is_finite(gradient: Tensor | None) -> bool:
-    return gradient is None or bool(gradient.isfinite().all())
 
 
 def remove_hooks(handles: dict[int, Any], arrived: list[Tensor]) -> None:

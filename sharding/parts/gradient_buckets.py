@@ -50,6 +50,7 @@ class GradientBucket:
         self._padding = flat.layout.padded_numel - flat.layout.numel
         self._placed: set[int] = set()
         self.full: Tensor | None = None
+        self._ours: Tensor | None = None  # `full`, unless autograd made it
         self._views: Sequence[Tensor] = ()
         self.in_flight: Pending | None = None
         self._abandoned: list[object] = []
@@ -66,7 +67,8 @@ class GradientBucket:
 
     def drop(self) -> None:
         """Free the full gradients."""
-        self.full, self._views, self.in_flight = None, (), None
+        self.full = self._ours = self.in_flight = None
+        self._views = ()
         self._placed.clear()
 
     @property
@@ -81,7 +83,7 @@ class GradientBucket:
         """Move the gradients here that autograd has made since, by one copy. `is_last`: No further one comes before the
         reduction."""
         gradients = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
-        views = self._views or [None] * len(self.flat.parameters)
+        views: Sequence[Tensor | None] = self._views or [None] * len(self.flat.parameters)
         new = {slot: grad for slot, grad in gradients if grad is not None and grad is not views[slot]}
         if self.full is None and len(new) == len(self.flat.parameters) and not self.casts:
             self.full = self.made_of(list(new.values()))
@@ -93,18 +95,15 @@ class GradientBucket:
 
     def made_of(self, gradients: Sequence[Tensor]) -> Tensor:
         """The full tensor: one gradient that fills it as it is, or a copy of them all."""
-        is_whole = len(gradients) == 1 and not self._padding
-        return gradients[0].view(-1) if is_whole and is_own(gradients[0]) else self._copy_of(gradients)
-
-    def _copy_of(self, gradients: Sequence[Tensor]) -> Tensor:
-        if len(gradients) == 1 and not self._padding:
-            return gradients[0].flatten().clone()
-        return flatten([*gradients, gradients[0].new_zeros(self._padding)])
+        if len(gradients) == 1 and not self._padding and is_own(gradients[0]):
+            return gradients[0].view(-1)
+        self._ours = flatten([*gradients, gradients[0].new_zeros(self._padding)])
+        return self._ours
 
     def make_full(self) -> Tensor:
         """The full tensor, made if it is not there."""
         if self.full is None:
-            self.full = torch.empty_like(self.flat.full, dtype=self.dtype)
+            self.full = self._ours = torch.empty_like(self.flat.full, dtype=self.dtype)
             self.full[self.flat.layout.numel :] = 0
         return self.full
 
@@ -187,7 +186,6 @@ class ShardedGradientBucket(GradientBucket):
     """
 
     most_waiting = 25 * 2**20  # memory for a whole bucket is made late
-    _ours: Tensor | None = None
     _sum: Tensor | None = None
 
     def __init__(self, flat: FlatParameters, dtype: torch.dtype | None = None) -> None:
@@ -201,18 +199,8 @@ class ShardedGradientBucket(GradientBucket):
 
     def drop(self) -> None:
         free(self._ours)
-        self._ours = self._sum = None
+        self._sum = None
         super().drop()
-
-    def _copy_of(self, gradients: Sequence[Tensor]) -> Tensor:
-        self._ours = super()._copy_of(gradients)
-        return self._ours
-
-    def make_full(self) -> Tensor:
-        is_new = self.full is None
-        full = super().make_full()
-        self._ours = full if is_new else self._ours
-        return full
 
     def start_reduction(self) -> None:
         full = self.complete()
