@@ -47,7 +47,7 @@ class GradientBucket:
         self.casts = self.dtype != flat.full.dtype
         self.keeps_views = not self.casts
         self.moves_at = moves_at(flat.parameters, self.most_waiting)
-        self._padding = flat.layout.padded_numel - flat.layout.numel
+        self._padding, self._nothing = flat.layout.padded_numel - flat.layout.numel, flat.full.new_empty(0)
         self._placed: set[int] = set()
         self.full: Tensor | None = None
         self._ours: Tensor | None = None  # `full`, unless autograd made it
@@ -97,14 +97,16 @@ class GradientBucket:
         """The full tensor: one gradient that fills it as it is, or a copy of them all."""
         if len(gradients) == 1 and not self._padding and is_own(gradients[0]):
             return gradients[0].view(-1)
-        self._ours = flatten([*gradients, gradients[0].new_zeros(self._padding)])
+        padding = gradients[0].new_zeros(self._padding) if self._padding else self._nothing
+        self._ours = flatten([*gradients, padding])
         return self._ours
 
     def make_full(self) -> Tensor:
         """The full tensor, made if it is not there."""
         if self.full is None:
             self.full = self._ours = torch.empty_like(self.flat.full, dtype=self.dtype)
-            self.full[self.flat.layout.numel :] = 0
+            if self._padding:
+                self.full[self.flat.layout.numel :] = 0
         return self.full
 
     def _place(self, new: Mapping[int, Tensor]) -> None:
