@@ -141,7 +141,7 @@ def plain_runner(
             optimizer.step()
 
     def state_bytes() -> int:
-        own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        own = getattr(optimizer, "optim", optimizer)
         states = [value for entry in own.state.values() for value in entry.values()]
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return storage_bytes(map(local, [*module.parameters(), *module.buffers(), *gradients, *states]))

@@ -58,11 +58,11 @@ class BucketDDP(ReplicatedStrategy):
         for bucket in self.buckets if not self.is_in_pipeline else ():
             bucket.missing = len(bucket.parameters)
 
-    def _on_gradients(self, bucket: Bucket, count: int) -> bool:
+    def _on_gradients(self, bucket: Bucket, count: int, behind: Tensor | None) -> bool:
         bucket.missing -= count * self.steps.counts_gradients
-        if bucket.missing or not self.steps.reduces_now:
+        if behind in bucket.moves_at:
             bucket.collect()
-        else:
+        if self.steps.reduces_now and not bucket.missing:
             for next_bucket in self._order.ready(bucket):
                 self._start(next_bucket)
         return not bucket.missing

@@ -33,7 +33,7 @@ class HookDDP(ReplicatedStrategy):
         super().before_step()
         self._order.restart()
 
-    def _on_gradient_ready(self, parameter: Tensor, _: int) -> None:
+    def _on_gradient_ready(self, parameter: Tensor, *_: object) -> None:
         if self.steps.reduces_now:
             for next_parameter in self._order.ready(parameter):
                 self._reduce(gradient_of(next_parameter))

@@ -18,6 +18,7 @@ Fp32 bytes a rank, beside activations: 4 P parameters, 4 P gradients, 8 P / N op
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ddp.buckets import fill_buckets, usual_cap_bytes
 from ddp.fixed_order import FixedOrder
@@ -69,14 +70,14 @@ class Zero1(ShardedStrategy):
         for flat in self.flats:
             flat.require_in_place()
 
-    def _on_gradients(self, bucket: GradientBucket, count: int) -> bool:
+    def _on_gradients(self, bucket: GradientBucket, count: int, behind: Tensor | None) -> bool:
         if not self.steps.in_micro_batch:
             return False
         bucket.missing -= count * self.steps.counts_gradients
         if self.steps.reduces_now and not bucket.missing:
             for next_bucket in self.order.ready(bucket):
                 self.start_reduction(next_bucket)
-        elif self.steps.counts_gradients:
+        elif self.steps.counts_gradients and behind in bucket.moves_at:
             bucket.collect()
         return not bucket.missing
 

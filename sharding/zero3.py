@@ -34,7 +34,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp.buckets import DEFAULT_CAP_MB
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
@@ -206,13 +206,13 @@ class Zero3(ShardedStrategy):
             self.schedule.prefetch()
         self.schedule.make_room()
 
-    def _on_gradients(self, unit: Unit, bucket: ShardedGradientBucket, count: int) -> bool:
+    def _on_gradients(self, unit: Unit, bucket: ShardedGradientBucket, count: int, behind: Tensor | None) -> bool:
         reduction = self.schedule.reduction_of(bucket)
         bucket.missing -= count
         if self.schedule.drops_gradients:
             for parameter in bucket.flat.parameters:
                 parameter.grad = None
-        elif bucket.missing:
+        elif behind in bucket.moves_at:
             bucket.collect()
         if bucket.missing:
             return False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddp_lab.runtime.errors import OneRankError
 
-Call = Callable[[int], bool | None]
+Call = Callable[[int, Tensor | None], bool | None]
 
 
 class GradientWatch:
@@ -45,7 +45,7 @@ class GradientWatch:
         self.begin_step()
 
     def then(self, parameters: Sequence[Tensor], call: Call, at: Iterable[Tensor] = ()) -> None:
-        """Run `call(count)` when backward has made gradients of so many of `parameters`: behind each of `at`, at the
+        """Run `call(count, behind)` when so many of `parameters` have got a gradient: `behind` each of `at`, at the
         end of the backward pass, and behind the one that came last when `call` answered that all have come."""
         self._calls |= {id(parameter): call for parameter in parameters}
         for parameter in at:
@@ -101,7 +101,7 @@ class GradientWatch:
         calls = [*map(self._calls.get, keys)]
         latest = dict(zip(calls, arrived, strict=True))
         for call, count in Counter(calls).items():
-            if call is not None and call(count) and latest[call] is not behind:
+            if call is not None and call(count, behind) and latest[call] is not behind:
                 self._look_behind(latest[call])
 
     def note(self, parameters: Iterable[Tensor]) -> None:

@@ -34,18 +34,19 @@ class GradientBucket:
         averages: Whether reductions give the average over ranks instead of the sum.
         most_waiting: Bytes of gradients that wait to be copied together.
         moves_at: The parameters with whose gradients that many bytes wait.
+        stays: The full tensor stays until `reset`.
         keeps_views: Between micro-batches `.grad` is the view into `full`, so that autograd adds the next gradient
             there. Else it is None, and `collect` adds.
     """
 
-    averages = False
+    averages, stays = False, True
     most_waiting = MOST_WAITING
 
     def __init__(self, flat: FlatParameters, dtype: torch.dtype | None = None) -> None:
         self.flat, self.dtype = flat, dtype or flat.full.dtype
         self.replicas = SumOverReplicas(flat.ranks, self.dtype) if flat.ranks.replicate else None
         self.casts = self.dtype != flat.full.dtype
-        self.keeps_views = not self.casts
+        self.keeps_views = self.stays and not self.casts
         self.moves_at = moves_at(flat.parameters, self.most_waiting)
         self._padding, self._nothing = flat.layout.padded_numel - flat.layout.numel, flat.full.new_empty(0)
         self._placed: set[int] = set()
@@ -188,11 +189,8 @@ class ShardedGradientBucket(GradientBucket):
     """
 
     most_waiting = 25 * 2**20  # memory for a whole bucket is made late
+    stays = False
     _sum: Tensor | None = None
-
-    def __init__(self, flat: FlatParameters, dtype: torch.dtype | None = None) -> None:
-        super().__init__(flat, dtype)
-        self.keeps_views = False
 
     def reset(self) -> None:
         if self.in_flight:  # of a step that was abandoned: it may go on in the old tensor

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from ddp.buckets import FEWEST_BUCKETS, MOST_WAITING, Bucket, fill_buckets, moves_at, usual_cap_bytes
+from ddp_lab.strategy.gradient_watch import GradientWatch
 
 
 def layers(width, depth):
@@ -29,3 +30,20 @@ def test_large_gradients_move_as_they_come():
             assert all(one.grad is view for one, view in zip(parameters[: slot + 1], bucket.views, strict=False))
     bucket.complete()
     assert bucket.flat.tolist() == [slot for slot, p in enumerate(parameters) for _ in range(len(p))]
+
+
+def test_a_bucket_is_seen_when_its_last_gradient_has_come():
+    """At the end of the first backward pass; from then on before backward comes to the layers in front of it."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    watch = GradientWatch(dict(model.named_parameters()))
+    halves, made = [[model[3].weight, model[2].weight], [model[1].weight, model[0].weight]], []
+    for half in halves:
+        watch.then(
+            half, lambda count, _: made.append(sum(p.grad is not None for p in model.parameters())) or count == 2
+        )
+    for _ in range(2):
+        model.zero_grad()
+        watch.begin_step()
+        model(torch.ones(1, 4)).sum().backward()
+        watch.look()
+    assert made == [4, 4, 2, 4] and all(watch.received())
