@@ -21,13 +21,13 @@ from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
-from ddp_lab.strategy.accounting import Collective, ModelSize, expected_state_bytes, storage_bytes
+from ddp_lab.strategy.account import Collective, ModelSize, expected_state_bytes, storage_bytes
 from ddp_lab.strategy.batches import MicroBatch, StepData
 from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.precision import autocast
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
 from ddp_lab.strategy.replicated import ReplicatedStrategy
+from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import local
 from reference.pytorch_ddp import PyTorchDDP
 

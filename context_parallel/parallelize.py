@@ -12,7 +12,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import CONTEXT, TENSOR, MeshGroups
 from ddp_lab.runtime.settings.mesh import PYTORCH, ULYSSES
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from pipeline_parallel.parallelize import parallelize_for as cut_model

@@ -24,7 +24,7 @@ from torch import Tensor
 from ddp.buckets import Bucket, fill_buckets, usual_cap_bytes
 from ddp.early_updates import EarlyUpdates
 from ddp.fixed_order import FixedOrder
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 

@@ -15,8 +15,8 @@ from torch.linalg import vector_norm
 from ddp.buckets import Bucket
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
-from ddp_lab.strategy.communication.verdict import not_finite, update_unless
 from ddp_lab.strategy.replicated import ReplicatedStrategy
+from ddp_lab.strategy.verdict import not_finite, update_unless
 
 
 class EarlyUpdates:

@@ -10,7 +10,7 @@ from itertools import chain
 
 import torch
 
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.replicated import ReplicatedStrategy, by_dtype
 
 

@@ -8,7 +8,7 @@ nothing computes meanwhile: communication is fully exposed. This is the yardstic
 
 from dataclasses import replace
 
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.replicated import ReplicatedStrategy, gradient_of
 
 

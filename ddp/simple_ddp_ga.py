@@ -5,7 +5,7 @@ itself, and they are all-reduced once, after the last backward. Per optimizer st
 2(N-1)/N * P elements on the wire instead of K times as many; what is left is as exposed as in `simple_ddp`.
 """
 
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.replicated import ReplicatedStrategy, gradient_of
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from ddp.fixed_order import FixedOrder
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.replicated import ReplicatedStrategy, gradient_of
 
 

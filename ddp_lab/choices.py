@@ -7,7 +7,7 @@ import sharding
 from ddp_lab.runtime.cli import unknown_name
 
 if TYPE_CHECKING:
-    from ddp_lab.strategy.interface import Strategy
+    from ddp_lab.strategy.strategy import Strategy
 
 CHOICES = tuple(name for name in dict.fromkeys((*ddp.CHOICES, *sharding.CHOICES)) if not name.startswith("deepspeed"))
 """Names of all strategies that run in a loop of your own: DeepSpeed has an engine for that."""

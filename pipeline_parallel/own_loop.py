@@ -9,10 +9,10 @@ from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh, MeshGroups, open_groups
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.options import StrategyOptions
+from ddp_lab.strategy.strategy import Strategy
 from pipeline_parallel.parallelize import parallelize_for
 from pipeline_parallel.partition import Split
 from tensor_parallel import REGISTRY

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import PIPELINE
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from pipeline_parallel.actions import Action, Compute, Shape, arrived_by, list_of
 from pipeline_parallel.channels import Channels
 from pipeline_parallel.stage import Stages

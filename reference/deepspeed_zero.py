@@ -21,15 +21,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.accounting import Collective, ModelSize, expected_state_bytes
+from ddp_lab.strategy.account import (
+    Collective,
+    ModelSize,
+    Piece,
+    expected_state_bytes,
+    require_matching_state,
+    shapes_of,
+)
 from ddp_lab.strategy.capabilities import Supports
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
 from ddp_lab.strategy.options import BF16_TRUE, FP16
-from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.recompute.setting import NONE
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
-from ddp_lab.strategy.state import require_matching_state, shapes_of
+from ddp_lab.strategy.strategy import Strategy
 
 LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
 """DeepSpeed's defaults, in elements. In stage 3: the largest parameter that stays whole, and the size of a prefetch."""

@@ -27,15 +27,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import REPLICATE, SHARD
 from ddp_lab.runtime.tensors import TensorsBeside
-from ddp_lab.strategy.accounting import Collective, ModelSize, storage_bytes
+from ddp_lab.strategy.account import Collective, ModelSize, Piece, require_matching_state, shapes_of, storage_bytes
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.optimizers import MakeOptimizer, copy_attributes, require_elementwise
-from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
-from ddp_lab.strategy.state import require_matching_state, shapes_of
+from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import first_element, local, padded_bytes, require_reducible, whole
 from reference.unit_order import UnitOrder
 from sharding.options.placement import Placement
@@ -103,7 +101,7 @@ class FSDP2(Strategy):
 
     def prepare(self) -> None:
         blocks = {name: block for name, block in self.module.named_modules() if block in self.units}
-        self._order = UnitOrder(blocks, self.steps.agreement, self.group_rank)
+        self._order = UnitOrder(blocks, self.steps.exchange, self.group_rank)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         return require_elementwise(super().build_optimizer(make_optimizer), self.options.elementwise)

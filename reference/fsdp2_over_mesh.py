@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.strategy.account import Piece
 from ddp_lab.strategy.optimizers import MakeOptimizer
-from ddp_lab.strategy.ranges import Piece
 from reference.fsdp2 import FSDP2
 
 

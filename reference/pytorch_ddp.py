@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.tensors import TensorsBeside
-from ddp_lab.strategy.accounting import Collective, ModelSize
+from ddp_lab.strategy.account import Collective, ModelSize
 from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.communication.bf16 import Bf16
 from ddp_lab.strategy.communication.int8 import Int8

@@ -28,13 +28,13 @@ from torch.distributed.tensor.parallel import (
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import CONTEXT, DATA, PIPELINE, SHARD, TENSOR, MeshGroups
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.communication.consistency import require_own_memory
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.replicated import ReplicatedStrategy
+from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import local
 from reference.fsdp2_over_mesh import FSDP2OverMesh, by_mesh
 from tensor_parallel.plan import Column, Embedding, Head, Region, Row, Shared, Split, Style, matched, plan_of

@@ -14,10 +14,9 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective, Piece
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.optimizers import MakeOptimizer, Part, hand_over
-from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import bytes_of
 from reference.pytorch_ddp import PyTorchDDP
 

@@ -20,7 +20,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import DATA, EXPERT, TENSOR, MeshGroups
 from ddp_lab.runtime.settings.mesh import SIGMOID
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import buffer_broadcasts

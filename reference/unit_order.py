@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.strategy.communication.agreement import StepAgreement
+from ddp_lab.strategy.exchange import Exchange
 
 END = -1
 
@@ -25,7 +25,7 @@ class UnitOrder:
         rank: This rank's number in the agreement.
     """
 
-    def __init__(self, units: Mapping[str, nn.Module], agreement: StepAgreement, rank: int) -> None:
+    def __init__(self, units: Mapping[str, nn.Module], agreement: Exchange, rank: int) -> None:
         self._names, self._agreement, self._rank = list(units), agreement, rank
         self._known: dict[bool, list[int]] = {}
         self._known_now: list[int] | None = None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ddp.buckets import fill_buckets, usual_cap_bytes
 from ddp.fixed_order import FixedOrder
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.communication.collectives import all_gather, is_gloo, side_group
 from sharding.options.arrivals import Arrivals

@@ -39,11 +39,11 @@ from torch import Tensor, nn
 from ddp.buckets import DEFAULT_CAP_MB
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.runtime.tensors import tensors_in
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.module_hooks import ModuleHook
+from ddp_lab.strategy.strategy import Strategy
 from sharding.options.embeddings import Embeddings, find_embeddings
 from sharding.parts.calls import refuse_module_by_itself, require_latest, require_plain_call
 from sharding.parts.gradient_buckets import ShardedGradientBucket

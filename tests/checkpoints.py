@@ -19,8 +19,8 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import Plan, TrainingResult, Unwatched, train
 from ddp_lab.runtime.schedule import learning_rates
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import AUTO
+from ddp_lab.strategy.strategy import Strategy
 from tests.models import FEATURES, answer, batch, build
 from tests.parity import load
 

@@ -16,7 +16,7 @@ from ddp_lab.runtime.checkpoint.state import COUNT
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import EXPERT, PIPELINE, TENSOR, Mesh, mesh_groups
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 from pipeline_parallel.parallelize import cut_into_stages
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import plan_of

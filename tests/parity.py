@@ -25,9 +25,10 @@ from ddp_lab.families import EVERY
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.precision import DTYPES, autocast, bring_to
+from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import local
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import Column, Plan, Row
@@ -398,18 +399,22 @@ def trained(case: Case) -> dict[str, Any]:
         for index, split in enumerate(case.steps):
             batches = batches_of(case, index)[rank]
             is_last, weights = index == len(case.steps) - 1, weights_of(case, batches)
+            following = None
+            if not is_last:
+                later = batches_of(case, index + 1)[rank]
+                following = StepData(0, later, weights_of(case, later))
             if is_last:
                 strategy.finish_parameter_synchronization()
             with counted() if case.counted and not case.own_loop and is_last and index else nullcontext({}) as issued:
                 strategy.zero_grad(set_to_none=not case.fills)
-                loss = own_step(strategy, batches) if case.own_loop else strategy.forward_backward(batches, weights)
+                if case.own_loop:
+                    loss = own_step(strategy, batches)
+                else:
+                    loss = strategy.forward_backward(batches, weights, following=following)
                 if index == 0:
                     result["gradients"] = strategy.full_gradients()
                 if case.clip is not None:
                     result["norm"].append(strategy.clip_grad_norm_(case.clip).item())
-                if index + 2 < len(case.steps) and not case.own_loop:  # the last one is counted, and not announced
-                    later = batches_of(case, index + 1)[rank]
-                    strategy.announce(later, weights_of(case, later))
                 strategy.step(wait=case.own_loop)
                 if is_last:
                     strategy.finish_parameter_synchronization()

@@ -13,8 +13,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from ddp_lab.runtime.watch.mismatch import MESSAGES
 from ddp_lab.runtime.watch.sequence import SIZED_BY_OUTPUT, described
-from ddp_lab.strategy.batches import MicroBatch
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.batches import MicroBatch, StepData
+from ddp_lab.strategy.strategy import Strategy
 
 HOOK, CLIP = 41, 1.0
 Totals = dict[tuple[str, int], tuple[int, int]]
@@ -49,6 +49,7 @@ def counted() -> Iterator[Totals]:
 
 def counted_step(strategy: Strategy, micro_batches: Sequence[MicroBatch]) -> Totals:
     """What an optimizer step issues that clips, to the end of all its communication."""
+    strategy.steps.tell(StepData(0, micro_batches))
     with counted() as totals:
         strategy.zero_grad()
         strategy.forward_backward(micro_batches)

@@ -35,8 +35,8 @@ from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
+from ddp_lab.strategy.strategy import Strategy
 from tests.models import build, make_batch
 
 MODEL, SAMPLES, STEPS = "llama", 3, 4

@@ -10,7 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     from torch import nn
 
-    from ddp_lab.strategy.interface import Strategy
+    from ddp_lab.strategy.strategy import Strategy
 
 VARIABLE = "DDP_LAB_PARITY"
 DROPOUT = ("p", "dropout", "dropout_p", "attention_dropout", "attn_dropout", "dropout_prob")

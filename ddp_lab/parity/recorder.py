@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_lab.parity import sketch, store, subject
 from ddp_lab.parity.micro_batches import MicroBatches, rows_of
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 
 
 def watch(
@@ -248,7 +248,7 @@ class Recorder:
         def watched_step(*args: Any, **kwargs: Any) -> None:
             self._before_update(strategy.optimizer if isinstance(strategy.optimizer, torch.optim.Optimizer) else None)
             step()
-            strategy.finish_communication()
+            strategy.finish_parameter_synchronization()
             self._is_over = True
             self._end_step()
 

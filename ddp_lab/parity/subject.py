@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_lab.parity import sketch
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 
 WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 """What wrappers put into a name."""

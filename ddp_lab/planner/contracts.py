@@ -82,7 +82,7 @@ class CollectiveCosts(Protocol):
 
         Args:
             kind: One of `ddp_lab.planner.costs.links.KINDS`.
-            payload_bytes: As `ddp_lab.strategy.accounting.Collective` counts them.
+            payload_bytes: As `ddp_lab.strategy.account.Collective` counts them.
         """
         ...
 

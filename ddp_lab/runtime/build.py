@@ -12,8 +12,8 @@ from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.groups import on_every_rank
 from ddp_lab.runtime.mesh import EXPERT, MeshGroups
 from ddp_lab.strategy.compilation import require_compiler
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import ModelParallel
+from ddp_lab.strategy.strategy import Strategy
 
 OPTIMIZER = torch.optim.AdamW
 Parallelize = Callable[[torch.nn.Module, RunConfig, MeshGroups, torch.device], ModelParallel]

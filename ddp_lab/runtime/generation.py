@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 
 TEMPERATURE = 0.8
 

@@ -15,9 +15,9 @@ from ddp_lab.runtime.data.batches import evaluation_batches, to_device
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.watch.phases import begin_step, host_time, phase, waiting
 from ddp_lab.strategy.batches import StepData, sample_count
-from ddp_lab.strategy.communication.verdict import Verdict
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.replicated import broadcast_from_rank0
+from ddp_lab.strategy.strategy import Strategy
+from ddp_lab.strategy.verdict import Verdict
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 """The parts of an optimizer step, as a profile names them."""
@@ -147,11 +147,9 @@ def train(
             for group in groups:
                 group["lr"] = plan.learning_rate(strategy.optimizer_steps)
         strategy.zero_grad()
-        strategy.forward_backward(data.micro_batches, data.weights, data.tokens)
+        strategy.forward_backward(data.micro_batches, data.weights, data.tokens, following)
         verdict = strategy.verdict
         is_last = following is None or strategy.steps.stops_after == strategy.optimizer_steps + 1
-        if following is not None and not is_last:
-            strategy.announce(following.micro_batches, following.weights, following.tokens)
         with phase("optimizer"):
             if clip_grad_norm is not None:
                 strategy.clip_grad_norm_(clip_grad_norm)

@@ -53,10 +53,10 @@ from ddp_lab.runtime.schedule import learning_rates
 from ddp_lab.runtime.watch.phases import between_steps, start_so_far
 from ddp_lab.runtime.watch.rank_state import RankNames
 from ddp_lab.runtime.watch.watcher import watched
-from ddp_lab.strategy.accounting import ModelSize
+from ddp_lab.strategy.account import ModelSize
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
+from ddp_lab.strategy.strategy import Strategy
 
 
 def run(
@@ -164,7 +164,9 @@ def train_and_record(
         so_far.config = config
         say(said)
         with (
-            WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
+            WindowProfiler(
+                config, trace_folder, run_id, ranks, strategy.finish_parameter_synchronization, settling
+            ) as profiler,
             step_metrics(config, run_id, ranks.is_main) as log_step,
             training_progress(config.label, steps, ranks.is_main) as on_step,
         ):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lab.runtime.mesh import CONTEXT, TENSOR
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 
 Ranges = tuple[tuple[int, int], ...]
 

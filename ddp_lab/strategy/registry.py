@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ddp_lab.runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from ddp_lab.strategy.interface import Strategy
     from ddp_lab.strategy.model_parallel import ModelParallel
+    from ddp_lab.strategy.strategy import Strategy
 
 
 class Registry:

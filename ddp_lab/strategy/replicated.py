@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective, require_matching_state, shapes_of, share
 from ddp_lab.strategy.capabilities import Supports
-from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.ranges import share
-from ddp_lab.strategy.state import require_matching_state, shapes_of
+from ddp_lab.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from ddp_lab.strategy.communication.bf16 import Bf16

@@ -18,8 +18,8 @@ from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.runtime.mesh import ShardGroups
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
+from ddp_lab.strategy.strategy import Strategy
 from ddp_lab.stream_checker.device import Device, pretended_device
 from ddp_lab.stream_checker.group import CONFIG, CheckedGroup
 
@@ -97,7 +97,7 @@ def check(
             losses = run(1)
             also(strategy)
             losses += run(STEPS - 1)
-            strategy.finish_communication()
+            strategy.finish_parameter_synchronization()
         except NonFiniteError:  # something was read before it was there
             if not device.memory.races:
                 raise

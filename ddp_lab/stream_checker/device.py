@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_lab.planner.costs.calls import tensors_in
-from ddp_lab.strategy.communication.agreement import StepAgreement
-from ddp_lab.strategy.communication.verdict import ReadLater
+from ddp_lab.strategy.exchange import Exchange
+from ddp_lab.strategy.verdict import ReadLater
 from ddp_lab.stream_checker.order import Event, Memory, Stream
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,10 +164,6 @@ def place() -> str:
     return "a library"
 
 
-ON_HOST = ("begin_counts", "counts", "begin_results", "results", "all_gather")
-"""Methods of `StepAgreement`, whose tensors are the host's."""
-
-
 @contextmanager
 def pretended_device(device: Device) -> Iterator[None]:
     """Within this context the CPU is a device with streams, and values that are read later are not here yet."""
@@ -217,8 +213,9 @@ def pretended_device(device: Device) -> Iterator[None]:
     with ExitStack() as stack:
         for name, made in streams.items():
             stack.enter_context(mock.patch.object(torch.cpu, name, made))
-        for name in ON_HOST:
-            stack.enter_context(mock.patch.object(StepAgreement, name, on_host(getattr(StepAgreement, name))))
+        for name in ("_begin", "_finish"):  # of an exchange, whose tensors are the host's
+            stack.enter_context(mock.patch.object(Exchange, name, on_host(getattr(Exchange, name))))
+        stack.enter_context(mock.patch.object(Exchange, "shares_stay_on_device", True))
         stack.enter_context(mock.patch.object(ReadLater, "__init__", begin))  # its name is imported elsewhere, too
         stack.enter_context(mock.patch.object(ReadLater, "tensor", read))
         stack.enter_context(mock.patch.object(UntypedStorage, "resize_", resize))

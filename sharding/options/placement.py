@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_lab.strategy.accounting import ModelSize
+from ddp_lab.strategy.account import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.precision import DTYPES
 from sharding.options.host_memory import Offload

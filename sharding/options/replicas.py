@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lab.runtime.mesh import REPLICATE
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.communication.collectives import Pending, is_gloo
 
 

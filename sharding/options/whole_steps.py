@@ -11,7 +11,7 @@ What is sent: one all-gather and one reduce-scatter of the stage's parameters a 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 from sharding.parts.flat import FlatParameters
 from sharding.parts.unit import ShardedParameters
 from sharding.zero2 import Zero2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.strategy.accounting import Collective, ModelSize
+from ddp_lab.strategy.account import Collective, ModelSize, Piece, clip_parts, require_matching_state, shapes_of
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.communication.collectives import (
@@ -16,15 +16,12 @@ from ddp_lab.strategy.communication.collectives import (
     expected_reduce_scatters,
 )
 from ddp_lab.strategy.gradient_watch import given_gradient
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.module_hooks import keep_from_being_read
-from ddp_lab.strategy.norms import clip_parts
 from ddp_lab.strategy.optimizers import MakeOptimizer, hand_over, require_elementwise, require_given_up
 from ddp_lab.strategy.optimizers import Part as OptimizerPart
 from ddp_lab.strategy.precision import cast_inputs
-from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
-from ddp_lab.strategy.state import require_matching_state, shapes_of
+from ddp_lab.strategy.strategy import Strategy
 from sharding.options.placement import Placement
 from sharding.options.replicas import ShardRanks
 from sharding.parts.flat import FlatParameters

@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 from pipeline_parallel.actions import Action, Kind, Shape
 from pipeline_parallel.channels import Channel
 from pipeline_parallel.checks import lists_of

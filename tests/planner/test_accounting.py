@@ -19,7 +19,7 @@ from ddp_lab.planner.gpt2 import decoder_of
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.masks import without_useless_mask
 from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION
-from ddp_lab.strategy.accounting import ModelSize, expected_state_bytes
+from ddp_lab.strategy.account import ModelSize, expected_state_bytes
 from ddp_lab.strategy.options import PRECISIONS
 from ddp_lab.strategy.precision import autocast, bring_to
 from tests.planner.simulation.test_simulate import simulated

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ddp_lab
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 from tests.models import build, make_batch
 from tests.parity import one_step
 from tests.ranks import RankPool

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_lab.strategy.norms import clip_parts
+from ddp_lab.strategy.account import clip_parts
 from tests.ranks import RankPool
 
 

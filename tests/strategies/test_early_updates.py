@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from ddp.bucket_ddp_async import BucketDDP
 from ddp.early_updates import only
-from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.communication.agreement import NonFiniteError
+from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, Case, build_and_step, message_of

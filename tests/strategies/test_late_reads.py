@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import Plan, Unwatched, train
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.communication.verdict import ReadLater
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
+from ddp_lab.strategy.verdict import ReadLater
 from tests.models import make_batch
 from tests.parity import FAMILIES, HUGE, built, message_of
 from tests.ranks import RankPool
@@ -46,7 +46,7 @@ def reads_late(strategy: Strategy) -> Iterator[list[int]]:
         NotHereYet.now += 1
 
     with (
-        mock.patch("ddp_lab.strategy.communication.verdict.ReadLater", NotHereYet),
+        mock.patch("ddp_lab.strategy.verdict.ReadLater", NotHereYet),
         mock.patch.object(strategy, "before_step", lambda before=strategy.before_step: (count(), before())),
     ):
         yield NotHereYet.ages

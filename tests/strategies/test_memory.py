@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_lab.strategy.accounting import ModelSize, storage_bytes
+from ddp_lab.strategy.account import ModelSize, storage_bytes
 from tests.models import LORA, Lookup, batch, build, make_batch
 from tests.parity import Case, built, one_step, strategy_of
 from tests.ranks import RankPool

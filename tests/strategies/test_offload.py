@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddp_lab.runtime.errors import NonFiniteError, UserError
+from ddp_lab.strategy.account import clip_parts, norm_of
 from ddp_lab.strategy.communication.loss_scale import LossScaler
-from ddp_lab.strategy.norms import clip_parts, norm_of
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import make_batch
 from tests.parity import built, one_step

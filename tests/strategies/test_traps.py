@@ -12,7 +12,8 @@ from torch import nn
 
 import ddp
 from ddp_lab.runtime.errors import NonFiniteError, OneRankError, UnsupportedError
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.batches import StepData
+from ddp_lab.strategy.strategy import Strategy
 from tests.models import build, make_batch
 from tests.parity import (
     FAMILIES,
@@ -31,6 +32,7 @@ from tests.parity import (
 )
 from tests.ranks import RankPool
 from tests.tables import by_default, each_row
+from tests.traffic import counted
 
 Trap = Callable[[RankPool, str], None]
 TRAPS: list[tuple[str, Trap, Sequence[str]]] = []
@@ -50,6 +52,33 @@ def test_no_trap_is_fallen_into(ranks: RankPool, choice):
     """A failure says in which ones."""
     mine = [(name, function) for name, function, choices in TRAPS if choice in choices]
     each_row("name, trap", mine)(lambda name, trap: trap(ranks, choice))()  # type: ignore[misc]
+
+
+def steps_told(tells: tuple[bool, bool], wrongly: bool = False) -> tuple[list[float], list[int]]:
+    """Losses of three uneven steps, of which this rank tells the next one or not, and the collectives in each."""
+    rank, strategy = dist.get_rank(), built("simple_ddp")
+    steps = [StepData(0, [make_batch("plain", 1 + rank + index, index)] * (1 + rank)) for index in range(3)]
+    losses, calls = [], []
+    for index, step in enumerate(steps):
+        following = steps[min(index + (0 if wrongly else 1), 2)] if tells[rank] else None
+        with counted() as issued:
+            losses.append(strategy.forward_backward(step.micro_batches, following=following).item())
+        calls.append(issued["all_gather", 2][0])
+        strategy.step()
+        strategy.zero_grad()
+    return losses, calls
+
+
+def test_ranks_ask_what_a_step_holds_where_one_has_not_told(ranks: RankPool):
+    answers = {tells: ranks.run(2, steps_told, tells) for tells in [(False, False), (True, False), (True, True)]}
+    losses, calls = {tells: told[0][0] for tells, told in answers.items()}, {t: told[1][1] for t, told in answers.items()}
+    assert len({tuple(each) for each in losses.values()}) == 1
+    assert calls == {(False, False): [2, 2, 2], (True, False): [2, 2, 2], (True, True): [2, 1, 1]}
+
+
+def test_a_step_that_is_not_the_one_that_was_told_is_refused(ranks: RankPool):
+    messages = ranks.run(2, message_of, OneRankError, steps_told, (True, True), True)
+    assert all("pass as following= what the next call is given" in message for message in messages)
 
 
 def bucket_storage(cap_mb: float) -> tuple[bool, int]:

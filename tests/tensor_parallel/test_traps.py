@@ -11,7 +11,7 @@ from torch.nn import functional
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
 from tensor_parallel.cuts import cut_evenly
 from tensor_parallel.parallelize import parallelize

@@ -9,7 +9,7 @@ from ddp_lab.runtime.watch.cause import RankReport, first_cause
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.rank_state import RankNames
 from ddp_lab.runtime.watch.sequence import recorded_collectives
-from ddp_lab.strategy.communication.agreement import StepAgreement
+from ddp_lab.strategy.exchange import Counts, Exchange
 from tests.ranks import RankPool
 from tests.runtime.test_watching import ended, entry, gone, state
 from tests.tables import each_row
@@ -22,15 +22,15 @@ def step_on_mesh(differs: bool) -> str | None:
     rank = dist.get_rank()
     flight = FlightRecorder.create(rank)
     with recorded_collectives(flight, names=RankNames(MESH)), mesh_groups(MESH, "cpu") as groups:
-        agreement = StepAgreement(groups.data, groups.everyone, groups.model, torch.device("cpu"))
+        exchange = Exchange(groups.data, groups.everyone, groups.model, torch.device("cpu"))
         size = 4 if rank < 2 else 8  # ranks with other samples may have others
         dtype = torch.int32 if differs and rank == 3 else torch.float32
         dist.all_reduce(torch.zeros(size, dtype=dtype), group=groups.model)
         problem = None
         try:
-            results = agreement.begin_results([True])
-            assert agreement.results(results) == [True]
-            agreement.counts(agreement.begin_counts(1.0, 1, False, False), step=1)
+            rows, _ = exchange.run(Counts(1.0, 1, 0, 0), [True], lambda: torch.zeros(2, dtype=torch.float64))
+            exchange.require_same_sequence(rows)
+            assert exchange.used(rows, [True]) == [True]
         except SequenceError as error:
             problem = str(error)
     flight.close()
@@ -42,7 +42,7 @@ def test_ranks_with_parts_of_one_model_compare_what_they_issued(ranks: RankPool)
     assert ranks.run(4, step_on_mesh, False) == [None] * 4
     (problem,) = set(ranks.run(4, step_on_mesh, True))
     expected = "rank 2 (dp 1, tp 0) all_reduce of 8 float32; rank 3 (dp 1, tp 1) all_reduce of 8 int32"
-    assert problem is not None and expected in problem and "resume from a checkpoint of an earlier one" in problem
+    assert problem is not None and expected in problem and "no parameter is updated yet" in problem
 
 
 one, other = entry(1, group="ranks 2,3"), entry(1, group="ranks 2,3", elements=11)

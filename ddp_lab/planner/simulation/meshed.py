@@ -20,8 +20,8 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import CONTEXT, PIPELINE, TENSOR, Mesh, MeshGroups, mesh_groups
 from ddp_lab.runtime.settings.mesh import RING
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
+from ddp_lab.strategy.strategy import Strategy
 from expert_parallel import dispatch, experts
 from pipeline_parallel import channels
 

@@ -30,7 +30,7 @@ class Issued:
     """A collective that has been issued.
 
     Attributes:
-        kind, payload_bytes: As in `ddp_lab.strategy.accounting.Collective`.
+        kind, payload_bytes: As in `ddp_lab.strategy.account.Collective`.
         backend: Carries it: `nccl` or `gloo`.
     """
 

@@ -30,7 +30,8 @@ from ddp_lab.planner.simulation.streams import Streams, pretended_streams
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import train
 from ddp_lab.strategy.batches import StepData, sample_count
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.exchange import Exchange
+from ddp_lab.strategy.strategy import Strategy
 from pipeline_parallel.stage import Handover, Stages
 
 NEEDS_DATA = (
@@ -119,6 +120,7 @@ class Simulation:
             groups = stack.enter_context(groups_of(config, self.network.cluster))
             if self.is_cuda:
                 stack.enter_context(pretended_streams(self.streams))
+                stack.enter_context(mock.patch.object(Exchange, "shares_stay_on_device", True))
             if config.has_experts:
                 stack.enter_context(evenly_routed(self.is_cuda, self.clock.read_by_host))
             stack.enter_context(without_data(self.device, self.memory, self.is_cuda))
@@ -151,16 +153,17 @@ class Simulation:
         """Run until the strategy has settled, and then the step that counts."""
         clock, observer, strategy = self.clock, self.observer, self.strategy
         assert strategy is not None
-        samples = sum(map(sample_count, self.micro_batches))
+        data = StepData(sum(map(sample_count, self.micro_batches)), self.micro_batches)
         waits, clip = max(1, strategy.settling_steps), self.setting.config.clip_grad_norm
         for step in range(waits + 1):
             if step == waits:
+                strategy.steps.tell(data)  # as the step before does in a run
                 observer.start()
                 self.device.without_costs.clear()
                 self._sort_memory()
                 self.memory.start()
                 begin, self.begins_at = clock.readings, len(clock.notes)
-            train(strategy, [StepData(samples, self.micro_batches)], observer, clip, lambda _: None)
+            train(strategy, [data], observer, clip, lambda _: None)
         end = clock.readings
         self._sort_memory()
         step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))

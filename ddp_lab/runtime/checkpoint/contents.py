@@ -15,7 +15,7 @@ from ddp_lab.runtime.checkpoint.parts import fits, part_key
 from ddp_lab.runtime.checkpoint.random_states import CUDA, TEXTS, TORCH, stored_for
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, EXPERT, TENSOR, Mesh
-from ddp_lab.strategy.ranges import cover
+from ddp_lab.strategy.account import cover
 
 DESCRIBED = ("parameter", "buffer")
 """Kinds of keys whose dtypes are in `parameters` and `buffers` of the manifest. Those of the others are in `states`."""

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.strategy.ranges import cover
+from ddp_lab.strategy.account import cover
 
 DTYPES = {
     torch.float64: "F64",

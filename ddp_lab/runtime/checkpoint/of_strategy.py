@@ -19,8 +19,8 @@ from ddp_lab.runtime.checkpoint.parts import OwnParts
 from ddp_lab.runtime.checkpoint.state import describe_groups, fill, tensors_to_save
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import on_every_rank
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut
+from ddp_lab.strategy.strategy import Strategy
 
 GROUPS, STEPS, CUTS = "parameter_groups", "optimizer_steps", "cuts"
 KINDS: dict[str, Any] = {GROUPS: list[dict[str, float | list[float]]], CUTS: dict[str, Cut], STEPS: int}

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ddp_lab.runtime.checkpoint.files import TensorFiles
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.account import cover
 from ddp_lab.strategy.model_parallel import Cut
-from ddp_lab.strategy.ranges import cover
+from ddp_lab.strategy.strategy import Strategy
 
 
 class OwnParts:

@@ -34,8 +34,8 @@ from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import TENSOR, Mesh
 from ddp_lab.runtime.watch.phases import during
 from ddp_lab.strategy.batches import MicroBatch
-from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut
+from ddp_lab.strategy.strategy import Strategy
 
 
 class Checkpoints:

@@ -21,9 +21,9 @@ from ddp_lab.runtime.checkpoint.files import DTYPES, TensorFiles
 from ddp_lab.runtime.checkpoint.manifest import TensorInfo
 from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts
 from ddp_lab.runtime.errors import UnsupportedError, UserError
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.account import Piece, share
 from ddp_lab.strategy.model_parallel import Cut
-from ddp_lab.strategy.ranges import Piece, share
+from ddp_lab.strategy.strategy import Strategy
 
 COUNT = "step"
 """The state that torch's optimizers keep as one number for a parameter, even if the parameter is one number too."""

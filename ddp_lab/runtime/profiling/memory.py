@@ -1,4 +1,4 @@
-"""How many bytes the process holds and may hold, and the components of model states (`ddp_lab.strategy.accounting`
+"""How many bytes the process holds and may hold, and the components of model states (`ddp_lab.strategy.account`
 counts them)."""
 
 import os

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import PHASES, Unwatched, train
 from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads, profiled_events
 from ddp_lab.runtime.profiling.memory import COMPONENTS
 from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.communication.agreement import NonFiniteError
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 
 MARK = "memory sample "
 MOST_SAMPLES = 400
@@ -86,7 +86,7 @@ class MemoryRecorder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind in (None, NonFiniteError):  # after other errors, what is in flight may never end: `profiler.py`
-            self._strategy.finish_communication()
+            self._strategy.finish_parameter_synchronization()
             self._profile.stop()
         for handle in self._handles:
             handle.remove()

@@ -20,8 +20,8 @@ from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.profiling.memory import COMPONENTS, limit_bytes, peak_rss_bytes
-from ddp_lab.strategy.accounting import ModelSize
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.account import ModelSize
+from ddp_lab.strategy.strategy import Strategy
 
 STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")
 STEP_MEMORY += ("peak_ms", "peak_phase", "peak_workspace_bytes", "peak_reserved_bytes", "timeline")

@@ -38,9 +38,9 @@ from ddp_lab.runtime.records.waits import arrivals, lateness, waits
 from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, INTERRUPTED, MISMATCHED, Ending, RankReport
 from ddp_lab.runtime.watch.phases import start_s
 from ddp_lab.runtime.watch.rank_state import Entry, RankState
-from ddp_lab.strategy.accounting import Collective, ModelSize
+from ddp_lab.strategy.account import Collective, ModelSize
 from ddp_lab.strategy.communication.traffic import on_mesh
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 
 FLIGHT_VERSION = 1
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 
 
 class Bf16:

@@ -23,7 +23,7 @@ from torch._C._profiler import _RecordFunctionFast as RecordFunction
 from torch.distributed import distributed_c10d as c10d
 
 from ddp_lab.runtime.groups import description
-from ddp_lab.strategy.accounting import Collective, parts_of
+from ddp_lab.strategy.account import Collective, parts_of
 
 
 class Pending:

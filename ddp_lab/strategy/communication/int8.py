@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import Collective
 
 BLOCK = 256
 """The most elements that share a scale."""

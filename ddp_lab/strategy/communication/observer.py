@@ -1,6 +1,6 @@
 """Who watches the collectives of this process, if anyone does (`ddp_lab.runtime.watch.sequence`).
 
-Ranks compare digests of what they have issued (`communication.agreement`). Without an observer the digest is always 0.
+Ranks compare digests of what they have issued (`ddp_lab.strategy.exchange`). Without an observer a digest is 0.
 """
 
 from typing import Protocol
@@ -20,7 +20,7 @@ class Observer(Protocol):
 
     def digest(self, group: dist.ProcessGroup, /) -> int: ...
 
-    def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup, so_far: str, /) -> SequenceError | None: ...
+    def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup, /) -> SequenceError | None: ...
 
 
 _observer: Observer | None = None
@@ -43,17 +43,14 @@ def digest(group: dist.ProcessGroup) -> int:
     return _observer.digest(group) if _observer is not None else 0
 
 
-def agree_on_sequence(
-    group: dist.ProcessGroup, among: dist.ProcessGroup | None = None, so_far: str = "no parameter is updated yet"
-) -> SequenceError | None:
+def agree_on_sequence(group: dist.ProcessGroup, among: dist.ProcessGroup | None = None) -> SequenceError | None:
     """Compare what each rank has recorded, after digests of `group` differed. Collective.
 
     Args:
         among: All who have seen that. Default: `group`.
-        so_far: What it means for training.
 
     Returns:
         On every rank, an error that says where the collectives differ; None if no recorded ones do.
     """
     assert _observer is not None, "digests differ, so collectives are recorded"
-    return _observer.compare(group, among or group, so_far)
+    return _observer.compare(group, among or group)

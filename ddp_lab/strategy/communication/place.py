@@ -37,6 +37,10 @@ class Place:
         if len(_places) == 1:
             threading.Thread(target=_look, name="places", daemon=True).start()
 
+    def move(self, steps: int) -> None:
+        """The next micro-batch begins, after so many optimizer steps."""
+        self.at = steps, 1 + (self.at[1] if self.at[0] == steps else 0)
+
     def look(self) -> None:
         """Called now and then. Rank 0 says once who is behind."""
         rank, now = self._group.rank(), time.monotonic()

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ddp_lab.runtime.mesh import CONTEXT, DATA, DATA_DIMENSIONS, EXPERT, SHARD, Mesh
-from ddp_lab.strategy.accounting import EVERYONE, Collective
+from ddp_lab.strategy.account import EVERYONE, Collective
 
 
 def on_mesh(traffic: Iterable[Collective], mesh: Mesh | None) -> list[Collective]:

@@ -18,7 +18,7 @@ from ddp_lab.analysis.traces.groups import ranks_of, shown
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA_DIMENSIONS, Mesh
 from ddp_lab.runtime.watch.sequence import ranks_text
-from ddp_lab.strategy.accounting import EVERYONE, Collective
+from ddp_lab.strategy.account import EVERYONE, Collective
 from ddp_lab.strategy.communication.traffic import on_mesh
 from tests.analysis.metrics.test_exposure import timeline
 from tests.tables import each_row

@@ -16,9 +16,9 @@ from ddp_lab.planner.costs.links import LinkCosts
 from ddp_lab.planner.simulation.simulate import Simulation
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
-from ddp_lab.strategy.accounting import storage_bytes
+from ddp_lab.strategy.account import storage_bytes
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 from expert_parallel.balance import Balance
 from tests.models import make_batch
 from tests.parity import Case, strategy_of
@@ -77,8 +77,7 @@ def real_step(
         strategy.finish_parameter_synchronization()
         totals = counted_step(strategy, step.micro_batches)
         assert recorded is not None
-        batch = storage_bytes(tensor for one in step.micro_batches for tensor in one.values())
-        return totals, strategy.memory_breakdown(), recorded["peak_bytes"] + batch
+        return totals, strategy.memory_breakdown(), recorded["peak_bytes"]
 
 
 @pytest.mark.parametrize("case", by_default(CASES, *(CASES[index] for index in TRIED)))
@@ -108,7 +107,8 @@ def test_a_pretended_rank_does_what_a_real_one_does(ranks: RankPool, case):
     assert {name: memory.at_rest[name] for name in MODEL_STATES} == {name: held[name] for name in MODEL_STATES}
     assert memory.at_rest["activations"] + memory.at_rest["communication"] == kept
     if "activation_checkpointing" not in options:  # which keeps states of the CPU's random generator
-        assert memory.peak_bytes == pytest.approx(peak, rel=0.005)
+        # Without the batch and the verdict of the step before, which the recorder did not see made.
+        assert memory.peak_bytes - memory.at_rest["other"] == pytest.approx(peak, rel=0.005)
 
 
 def known_of_load(strategy: Strategy) -> int:
@@ -145,7 +145,7 @@ def test_groups_of_strided_ranks_use_the_link_between_nodes():
     simulation = Simulation(setting("simple_ddp", "llama", mesh="dp=2,tp=2"), two_nodes, costs, rank=1)
     with simulation.running():
         simulation.measure()
-        groups = {issued.ranks for issued in simulation.observer.issued if issued.kind == "all_reduce"}
+        groups = {issued.ranks for issued in simulation.observer.issued}
     assert groups == {(0, 1), (1, 3), (0, 1, 2, 3)}
     within, across = (costs.collectives.cost("all_reduce", 1000, ranks) for ranks in ((0, 1), (1, 3)))
     assert within.link == "inside a node: fast" and within.transfer_s == pytest.approx(1000 / 1e9)

@@ -12,7 +12,7 @@ from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
-from ddp_lab.strategy.accounting import storage_bytes
+from ddp_lab.strategy.account import storage_bytes
 from pipeline_parallel.actions import Shape
 from pipeline_parallel.checks import lists_of, run_on_paper
 from pipeline_parallel.schedules import SCHEDULES

@@ -42,8 +42,8 @@ from ddp_lab.runtime.checkpoint.origin import complete, find_origin, newest_comp
 from ddp_lab.runtime.checkpoint.saver import Saver
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.account import cover, share
 from ddp_lab.strategy.model_parallel import Cut
-from ddp_lab.strategy.ranges import cover, share
 from tests.checkpoints import here
 from tests.damage import DAMAGE, damaged_bytes
 from tests.ranks import RankPool

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ddp_lab
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.strategy import Strategy
 from tests.damage import damaged_tensors
 from tests.models import build, make_batch
 from tests.ranks import RankPool

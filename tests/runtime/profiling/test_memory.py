@@ -15,7 +15,7 @@ from ddp_lab.runtime.profiling.memory_timeline import (
     record_step_memory,
     thinned,
 )
-from ddp_lab.strategy.accounting import ModelSize, expected_state_bytes
+from ddp_lab.strategy.account import ModelSize, expected_state_bytes
 from ddp_lab.strategy.batches import StepData
 from tests.models import build, make_batch
 from tests.parity import NAMES, OPTIMIZERS, load, options_of

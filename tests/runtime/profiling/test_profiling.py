@@ -26,13 +26,13 @@ HOOK_ID = 4_242
 
 
 def unfinished_at_window_end(choice: str) -> list[int]:
-    """How many collectives are in flight when each window ends, if the last rank is late with the next step's."""
+    """How many collectives are in flight when each window ends, if the last rank is late with its update."""
     strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], options_of(choice))
-    announce, is_late = strategy.announce, dist.get_rank() == dist.get_world_size() - 1
+    update, is_late = strategy.update, dist.get_rank() == dist.get_world_size() - 1
 
-    def announce_late(*args):
+    def update_late():
         time.sleep(LATE_S if is_late and strategy.optimizer_steps + 1 in WINDOW_ENDS else 0)
-        announce(*args)
+        update()
 
     works: list[dist.Work] = []
 
@@ -55,21 +55,21 @@ def unfinished_at_window_end(choice: str) -> list[int]:
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
-            patch.object(strategy, "announce", announce_late),
+            patch.object(strategy, "update", update_late),
             patch.object(profile, "stop_trace", observed_stop),
-            WindowProfiler(config, Path(folder), "run", ranks, strategy.finish_communication) as profiler,
+            WindowProfiler(config, Path(folder), "run", ranks, strategy.finish_parameter_synchronization) as profiler,
         ):
             train(strategy, [StepData(4, [make_batch("llama", 2, 0)])] * 7, profiler, None, lambda result: None)
     finally:
         group.unregister_post_hook(HOOK_ID)
-    strategy.finish_communication()
+    strategy.finish_parameter_synchronization()
     assert works
     return unfinished
 
 
 @pytest.mark.parametrize(
     "choice",
-    by_default(NAMES, "bucket_ddp_async", "pytorch_ddp", "zero3"),
+    by_default(NAMES, "bucket_ddp_async", "pytorch_ddp", "zero1", "zero3"),
 )
 def test_nothing_is_in_flight_when_a_window_ends(ranks: RankPool, choice):
     assert ranks.run(2, unfinished_at_window_end, choice) == [[0, 0], [0, 0]]

@@ -1,29 +1,35 @@
-"""The one interface of all strategies.
+"""The one interface of all strategies: what a user calls.
 
-What a strategy defines is in `ddp_lab.strategy.hooks`, the step that runs these hooks in `step`. `state` is what
-checkpoints and users read and load, `accounting` what is held and sent, `capabilities` which options are supported.
+What a strategy defines is in `ddp_lab.strategy.hooks`, and the step that runs these hooks in `loop`. `account` is what
+is held and sent, `capabilities` which options are supported.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.account import (
+    Collective,
+    ModelSize,
+    expected_state_bytes,
+    storage_bytes,
+)
 from ddp_lab.strategy.capabilities import Supports
-from ddp_lab.strategy.state import State
+from ddp_lab.strategy.hooks import Hooks
 
 if TYPE_CHECKING:
-    from ddp_lab.strategy.batches import MicroBatch
-    from ddp_lab.strategy.communication.verdict import Verdict
+    from ddp_lab.strategy.batches import MicroBatch, StepData
+    from ddp_lab.strategy.loop import Loop
     from ddp_lab.strategy.optimizers import MakeOptimizer
     from ddp_lab.strategy.options import StrategyOptions
-    from ddp_lab.strategy.whole_step import WholeStep
+    from ddp_lab.strategy.verdict import Verdict
 
 
-class Strategy(State):
+class Strategy(Hooks):
     """One way to train a module on several ranks.
 
     Args:
@@ -38,7 +44,7 @@ class Strategy(State):
     """
 
     supports: ClassVar[Supports] = Supports()
-    steps: "WholeStep"
+    steps: "Loop"
 
     def __init__(
         self,
@@ -49,10 +55,11 @@ class Strategy(State):
     ) -> None:
         # What a strategy is built with is imported when one is built: who lists or reads strategies does without.
         from ddp_lab.strategy import building, optimizers
+        from ddp_lab.strategy.loop import Loop
         from ddp_lab.strategy.module_hooks import refuse_new_parameters
         from ddp_lab.strategy.options import StrategyOptions
-        from ddp_lab.strategy.whole_step import WholeStep
 
+        # Groups
         group = building.group_or_world(process_group)
         self.module, self.options, self.notes = module, options or StrategyOptions(), []
         self.process_group, self.model_parallel = group, self.options.model_parallel
@@ -63,13 +70,15 @@ class Strategy(State):
             self.communicates_in_forward = self.always_averages = True
         groups = self.options.shard_groups
         self.shard_group, self.replicate_group = (groups.shard, groups.replicate) if groups else (group, None)
+        # The module
         self.optimizer_steps, self.wants_to_stop = 0, lambda: False
         self.supports.require(self.options)
         self.scaler, self.compiled = building.prepared(module, self.options, group, bool(self.shards))
         self.device = next(module.parameters()).device
-        self.steps = WholeStep(self)
+        self.steps = Loop(self)
         self.parameter_dtypes = {name: p.dtype for name, p in module.named_parameters()}
         self.modules = list(module.modules())
+        # Parameters and their gradients
         self.replace_parameters()
         named = list(module.named_parameters())
         self.trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
@@ -86,6 +95,8 @@ class Strategy(State):
     def in_stages(cls) -> "type[Strategy]":
         """The class that trains a stage of a pipeline in this way. Default: this one."""
         return cls
+
+    # What a user calls -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Call the strategy where a loop on one device would call the module."""
@@ -136,17 +147,12 @@ class Strategy(State):
         """
         return self.steps.weights(counts)
 
-    def announce(
-        self, micro_batches: "Sequence[MicroBatch]", weights: Sequence[float] | None = None, tokens: int = 0
-    ) -> None:
-        """Tell the other ranks what the next `forward_backward` will be given, so that it need not wait for this.
-
-        Optional; between `forward_backward` and `step`, on all ranks or on none.
-        """
-        self.steps.announce(micro_batches, weights, tokens)
-
     def forward_backward(
-        self, micro_batches: "Sequence[MicroBatch]", weights: Sequence[float] | None = None, tokens: int = 0
+        self,
+        micro_batches: "Sequence[MicroBatch]",
+        weights: Sequence[float] | None = None,
+        tokens: int = 0,
+        following: "StepData | None" = None,
     ) -> Tensor:
         """Run forward and backward of one optimizer step's micro-batches. `step` then runs the optimizer.
 
@@ -157,7 +163,8 @@ class Strategy(State):
             micro_batches: For each, the keyword arguments of the module.
             weights: For each, what its loss is a mean over, such as its number of tokens; 0: skip it.
                 Default: its samples, dimension 0 of its first tensor.
-            tokens: In all of them, for `verdict.tokens`. Not read where the step was announced.
+            tokens: In all of them, for `verdict.tokens`.
+            following: What the next call will be given, if it is known. Then that one need not ask the other ranks.
 
         Returns:
             The mean loss over the global batch: a detached fp32 scalar, the same on every rank. Each trainable
@@ -165,9 +172,10 @@ class Strategy(State):
 
         Raises:
             NonFiniteError: As `micro_batch`, and when any rank's loss is NaN or infinite.
+            OneRankError: These are not the micro-batches that the call before had as `following`.
             UnsupportedError: On every rank, when the global batch is empty, or a rank never had a sample.
         """
-        return self.steps.run(micro_batches, weights, tokens)
+        return self.steps.run(micro_batches, weights, tokens, following)
 
     @property
     def verdict(self) -> "Verdict":
@@ -196,16 +204,33 @@ class Strategy(State):
         if wait:
             self.finish_parameter_synchronization()
 
-    def finish_communication(self) -> None:
-        """Wait for what may be in flight between two steps: updated parameters, and the next step's announcement."""
-        self.finish_parameter_synchronization()
-        self.steps.finish_announcement()
+    # Accounts --------------------------------------------------------------------------------------------------------
+
+    def memory_breakdown(self) -> dict[str, int]:
+        """Bytes of tensor storage that this rank holds now, by component."""
+        return {
+            "parameters": storage_bytes(self.parameter_tensors()),
+            "gradients": storage_bytes(self.gradient_tensors()),
+            "optimizer_state": storage_bytes(self.optimizer_tensors()),
+            "buffers": storage_bytes(self.module.buffers()),
+        }
+
+    def expected_memory(self, size: ModelSize) -> dict[str, int]:
+        """Bytes by component that this rank should hold after a step, padding and step counters left out."""
+        experts = ModelSize.of_parameters(self.of_experts)
+        rest = ModelSize(*(whole - part for whole, part in zip(astuple(size), astuple(experts), strict=True)))
+        of_experts = expected_state_bytes(experts, dist.get_world_size(self.copies), self.shards)
+        return {n: of_experts[n] + b for n, b in expected_state_bytes(rest, self.shard_size, self.shards).items()}
+
+    def host_bytes(self) -> int:
+        """Bytes of `host_tensors`."""
+        return storage_bytes(self.host_tensors())
 
     def expected_traffic(self, micro_batches: int = 1, clips: bool = False) -> list[Collective]:
         """The collectives that a rank issues in a step of so many micro-batches. `clips`: with `clip_grad_norm_`."""
         return [
             *self.expected_gradient_traffic(micro_batches),
-            *self.steps.agreement.expected_traffic(len(self.trainable)),
+            *self.steps.exchange.expected_traffic(),
             *(self.expected_clipping_traffic() if clips else []),
             *(self.model_parallel.expected_traffic(micro_batches) if self.model_parallel else []),
         ]

@@ -1,40 +1,17 @@
-"""Loss and gradient norm of a step, and whether all is finite: found on the device, read by the host later.
+"""How a step went on all ranks: found on the device, read by the host later."""
 
-A host that reads a value of the device waits until the device has done all that is queued. So a step reads nothing:
-- Each rank adds up its share of the loss, and takes the norm of its share of the gradients
-  (`strategy.norms`). One all-reduce of the loss and the norm's square gives every rank the loss and the norm over the
-  whole model, and shows NaN and infinity wherever they are: a sum keeps both. In fp64 the square of any fp32 norm is
-  finite.
-- `found_inf` is 1 on the device if they are there. A fused optimizer reads it on the device, and then changes nothing
-  (`update_unless`). This is how `torch.amp.GradScaler` skips a step.
-- The numbers are copied to pinned memory behind an event (`ReadLater`). The host reads them a step later, when the
-  device is long past the event.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.watch.phases import waiting
-
-VERDICT_BYTES = 2 * 8
-"""Bytes of the all-reduce, in fp64."""
-
-
-def not_finite(values: Tensor) -> Tensor:
-    """1.0 if one of `values` is NaN or infinite, else 0.0: an fp32 scalar on their device, by one kernel."""
-    found = torch.zeros((), dtype=torch.float32, device=values.device)
-    torch._amp_foreach_non_finite_check_and_unscale_([values], found, torch.ones_like(found))
-    return found
 
 
 class ReadLater:
-    """A tensor of the device that the host will want to know.
-
-    On CUDA it is copied to pinned memory, behind what is queued now.
-    """
+    """A tensor of the device that the host will want to know. On CUDA it is copied to pinned memory, behind what is
+    queued now."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.is_here = tensor.device.type == "cpu"
@@ -54,11 +31,11 @@ class ReadLater:
 
 
 class Verdict:
-    """How forward and backward of a step went on all ranks. Collective.
+    """How forward and backward of a step went on all ranks.
 
     Args:
-        loss: This rank's share of the global mean loss, an fp64 scalar.
-        norm: Of this rank's share of the reduced gradients (`strategy.norms`).
+        sums: Over all ranks: the mean loss over the global batch, and its gradient's squared norm; (2,) in fp64.
+        share: This rank's part of the loss, an fp64 scalar.
         step: Number of the step, from 0.
         loss_scale: With fp16, that of the step, a scalar on the device.
 
@@ -72,16 +49,12 @@ class Verdict:
     tokens = 0
     load: ReadLater | None = None
 
-    def __init__(
-        self, loss: Tensor, norm: Tensor, step: int, group: dist.ProcessGroup, loss_scale: Tensor | None = None
-    ) -> None:
+    def __init__(self, sums: Tensor, share: Tensor, step: int, loss_scale: Tensor | None = None) -> None:
         self.step = step
-        both = torch.stack([loss, norm.square()])
-        dist.all_reduce(both, group=group)
-        self.loss = both[0].float()
-        self.found_inf = not_finite(both)
+        self.loss = sums[0].float()
+        self.found_inf = not_finite(sums)
         scales = [] if loss_scale is None else [loss_scale.double().view(1)]
-        self._read = ReadLater(torch.cat([both, loss.view(1), *scales]))
+        self._read = ReadLater(torch.cat([sums, share.view(1), *scales]))
 
     @property
     def is_here(self) -> bool:
@@ -119,8 +92,15 @@ class Verdict:
 
     @property
     def own_loss(self) -> float:
-        """This rank's share of the loss. The host reads."""
+        """This rank's part of the loss. The host reads."""
         return self._read.tensor()[2].item()
+
+
+def not_finite(values: Tensor) -> Tensor:
+    """1.0 if one of `values` is NaN or infinite, else 0.0: an fp32 scalar on their device, by one kernel."""
+    found_inf = torch.zeros((), dtype=torch.float32, device=values.device)
+    torch._amp_foreach_non_finite_check_and_unscale_([values], found_inf, torch.ones_like(found_inf))
+    return found_inf
 
 
 def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
@@ -139,3 +119,26 @@ def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: C
         update()
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def nonfinite_error(
+    what: str, step: int, culprits: Sequence[int] | None, updates_early: bool, advice: str
+) -> NonFiniteError:
+    """The error that every rank raises.
+
+    Args:
+        what: `the loss` or `a gradient`.
+        culprits: The ranks on which it was not finite first; None if nobody looked.
+        updates_early: Whether parameters may have been updated before all gradients were reduced.
+        advice: What may help.
+    """
+    if culprits is None:
+        where = "on some rank"
+    elif culprits:
+        where = f"on rank {', '.join(map(str, culprits))}"
+    else:
+        where = "after the sum over ranks (each rank's own was finite when the step was run again)"
+    updated = "parameters of earlier buckets are updated already" if updates_early else "no parameter is updated yet"
+    error = NonFiniteError(f"step {step}: {what} is not finite {where}; {updated}; {advice}")
+    error.rank = culprits[0] if culprits else None
+    return error
