@@ -12,8 +12,9 @@ from ddp_lab.strategy.replicated import bytes_of, is_own
 
 DEFAULT_CAP_MB = 25.0
 """PyTorch DDP's, too."""
-FEWEST_BUCKETS = 10
-"""Of a model, where its user sets no size: the last one, which nothing hides, is then small beside the rest."""
+FEWEST_BUCKETS, LEAST_CAP_MB = 10, 1.0
+"""Where its user sets no size, a model has so many buckets: the last one, which nothing hides, is then small beside the
+rest. But none is made smaller than 1 MiB, as PyTorch DDP's first one, since each costs the latency of a collective."""
 MOST_WAITING = 2**20
 """Bytes of gradients that wait to be moved together. What waits is held twice, and may leave the processor's cache."""
 
@@ -98,7 +99,7 @@ def moves_at(parameters: Sequence[Tensor], most: int) -> frozenset[Tensor]:
 
 def usual_cap_bytes(parameters: Iterable[nn.Parameter]) -> float:
     """How large a bucket may be where the user does not say."""
-    return min(DEFAULT_CAP_MB * 2**20, bytes_of(parameters) / FEWEST_BUCKETS)
+    return min(DEFAULT_CAP_MB * 2**20, max(LEAST_CAP_MB * 2**20, bytes_of(parameters) / FEWEST_BUCKETS))
 
 
 def fill_buckets(

@@ -111,6 +111,8 @@ class GradientWatch:
 
     def received(self) -> list[bool]:
         """Whether each parameter got a gradient in this step, on this rank."""
+        if len(self._received) == len(self._parameters):
+            return [True] * len(self._parameters)
         return [id(parameter) in self._received for parameter in self._parameters]
 
     def received_in_last_round(self) -> list[bool]:

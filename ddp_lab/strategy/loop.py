@@ -329,8 +329,9 @@ class Loop(Progress):
         self._told = counts, rows
         self.verdict = Verdict(sums, loss, strategy.optimizer_steps, scaler.scale if scaler else None)
         # Gradients that no rank has made
-        used = zip(strategy.trainable.values(), self.exchange.used(rows, received), strict=True)
-        strategy.drop_gradients([p for p, is_used in used if not (is_used or p in self._with_gradient)])
+        used = self.exchange.used(rows, received)
+        each = zip(strategy.trainable.values(), used, strict=True) if not all(used) else ()
+        strategy.drop_gradients([p for p, is_used in each if not (is_used or p in self._with_gradient)])
         if scaler is not None:
             scaler.unscale_(strategy.gradients())
         self._is_open, self._is_done = False, True
@@ -348,7 +349,10 @@ class Loop(Progress):
                 "within strategy.micro_batch(last=True)"
             )
         self._is_done = False
-        update_unless(self.verdict.found_inf, strategy.updating_optimizer, strategy.update)
+        if not self.verdict.is_here:
+            update_unless(self.verdict.found_inf, strategy.updating_optimizer, strategy.update)
+        elif self.verdict.nonfinite is None:
+            strategy.update()
         if strategy.scaler is not None:
             strategy.scaler.update(self.verdict.found_inf)
         strategy.optimizer_steps += 1

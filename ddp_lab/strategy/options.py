@@ -96,7 +96,7 @@ class StrategyOptions:
     Attributes:
         bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. `auto` is the strategy's own
             default: 25 MiB (with a first bucket of 1 MiB in PyTorch DDP), and of `bucket_ddp_async`, `zero1` and
-            `zero2` at most a tenth of the gradients.
+            `zero2` at most a tenth of the gradients, but 1 MiB if that is less.
         compile_backend: The backend of torch.compile that compiles the module's blocks (`strategy.compilation`).
             Default: inductor with `compile`, else none.
         elementwise: The optimizer works on each element by itself, though it is none of those that are known to
@@ -154,8 +154,8 @@ class StrategyOptions:
     )
     bucket_cap_mb: float | str = _communication(
         AUTO,
-        "largest gradient bucket in MiB; auto: 25, and of bucket_ddp_async, zero1 and zero2 at most a tenth of the "
-        "gradients",
+        "largest gradient bucket in MiB; auto: 25, and of bucket_ddp_async, zero1 and zero2 a tenth of the gradients "
+        "if that is between 1 and 25",
         read=bucket_cap,
         metavar=f"{{MIB,{AUTO}}}",
     )

@@ -169,7 +169,7 @@ class ShardedStrategy(Strategy):
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         super().drop_gradients(parameters)
         self._unused = set(parameters)
-        for bucket in self.buckets:
+        for bucket in self.buckets if parameters else ():
             for parameter in self._unused & bucket.flat.pieces.keys():
                 bucket.flat.pieces[parameter].grad = None
         for parameter, gradient in self._in_shards.items():

@@ -71,7 +71,10 @@ def steps_told(tells: tuple[bool, bool], wrongly: bool = False) -> tuple[list[fl
 
 def test_ranks_ask_what_a_step_holds_where_one_has_not_told(ranks: RankPool):
     answers = {tells: ranks.run(2, steps_told, tells) for tells in [(False, False), (True, False), (True, True)]}
-    losses, calls = {tells: told[0][0] for tells, told in answers.items()}, {t: told[1][1] for t, told in answers.items()}
+    losses, calls = (
+        {tells: told[0][0] for tells, told in answers.items()},
+        {t: told[1][1] for t, told in answers.items()},
+    )
     assert len({tuple(each) for each in losses.values()}) == 1
     assert calls == {(False, False): [2, 2, 2], (True, False): [2, 2, 2], (True, True): [2, 1, 1]}
 
