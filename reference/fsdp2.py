@@ -35,7 +35,6 @@ from ddp_lab.strategy.optimizers import MakeOptimizer, copy_attributes, require_
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import first_element, local, padded_bytes, require_reducible, whole
-from reference.unit_order import UnitOrder
 from sharding.options.placement import Placement
 
 
@@ -99,10 +98,6 @@ class FSDP2(Strategy):
         self.whole_parameters = {name: leaves[name] for name in self.trainable}
         return self.whole_parameters.values()
 
-    def prepare(self) -> None:
-        blocks = {name: block for name, block in self.module.named_modules() if block in self.units}
-        self._order = UnitOrder(blocks, self.steps.exchange, self.group_rank)
-
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         return require_elementwise(super().build_optimizer(make_optimizer), self.options.elementwise)
 
@@ -112,8 +107,7 @@ class FSDP2(Strategy):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._has_run = True
-        with self._order.watched(self.module.training):
-            tensors, answer = self.root(*args, **kwargs)
+        tensors, answer = self.root(*args, **kwargs)
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: refuse_graph_of_backward())

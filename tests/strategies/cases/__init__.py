@@ -18,6 +18,7 @@ DDP, FSDP2 = {"pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1"}, {"pytorch_ze
 
 
 STALE = ("forward before the optimizer", "BatchNorm, evaluated with a graph before the optimizer")
+BY_RANK = ("control flow by rank", "accumulation, control flow by rank", "experts")
 
 
 class Refusal(NamedTuple):
@@ -36,20 +37,6 @@ REFUSALS = [
         "received a second gradient in one micro-batch",
     ),
     Refusal({"blocks in another order in each step"}, {"zero3"}, "which zero3 has freed, after"),
-    Refusal(
-        {
-            "blocks in another order in each step",
-            "a block is passed over in each step",
-            "zeros for a block that is passed over",
-            "the optimizer's own zero_grad",
-            "control flow by rank",
-            "accumulation, control flow by rank",
-            "experts",
-            "two forwards of other blocks",
-        },
-        FSDP2,
-        "all ranks must run the same units in the same order",
-    ),
     Refusal({"a penalty on gradients"}, {"zero3"} | FSDP2, "backward with create_graph=True"),
     Refusal(
         {"weights of another block", "a penalty outside of forward"},
@@ -75,8 +62,8 @@ REFUSALS = [
 ]
 
 
-WRONG = {(case, name) for case in ("data is replaced", *STALE) for name in FSDP2}
-"""Where PyTorch's own computes something else and says nothing."""
+WRONG = {(case, name) for case in ("data is replaced", *STALE, *BY_RANK) for name in FSDP2}
+"""Where PyTorch's own computes something else, or waits for ever, and says nothing."""
 
 
 def refusal(name: str, choice: str) -> str | None:
