@@ -86,7 +86,7 @@ class Traffic:
 
     def __call__(self, micro_batches: int) -> list[Collective]:
         names = attentions(self.module)
-        again = sum(enclosing(name, self.recomputed.again) is not None for name in names)
+        again = sum(enclosing(name, self.recomputed.blocks) is not None for name in names)
         size, (nbytes, elements), queries = self.context.ring.size, self.context.keys, self.context.queries
         forward, backward = micro_batches * (len(names) + again), micro_batches * len(names)
         if self.context.way == ULYSSES:

@@ -124,7 +124,7 @@ class Traffic:
         """Rows go there and back in forward and in backward; a rank sends those of its own tokens, and as many as it
         gets, which on average over ranks are as many."""
         layers = len(self._names)
-        again = sum(enclosing(name, self._recomputed.again) is not None for name in self._names)
+        again = sum(enclosing(name, self._recomputed.blocks) is not None for name in self._names)
         passes_ahead = self._balance.passes_ahead(micro_batches) if self._balance else 0
         ahead, backward = layers * passes_ahead, layers * micro_batches
         forward = ahead + backward + again * micro_batches

@@ -31,8 +31,7 @@ from ddp_lab.strategy.account import (
 )
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
-from ddp_lab.strategy.options import BF16_TRUE, FP16
-from ddp_lab.strategy.recompute.setting import NONE
+from ddp_lab.strategy.options import BF16_TRUE, FP16, NO_RECOMPUTATION
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.strategy import Strategy
 
@@ -63,7 +62,7 @@ class DeepSpeedZero(Strategy):
         compile=False,
         refusals=(
             (lambda o, _: o.reduce_dtype, "--reduce-dtype: DeepSpeed reduces gradients in their own dtype here"),
-            (lambda o, _: o.activation_checkpointing != NONE,
+            (lambda o, _: o.activation_checkpointing != NO_RECOMPUTATION,
              "--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3"),
             (lambda o, _: o.precision in (FP16, BF16_TRUE),
              "--precision: DeepSpeed scales losses and keeps masters by itself; take zero1, zero2 or zero3"),

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ddp_lab.strategy.communication.collectives import all_gather, reduce_scatter
-from ddp_lab.strategy.recompute.by_torch import keeps_outputs
+from ddp_lab.strategy.recompute import keeps_outputs
 
 
 class Add(torch.autograd.Function):

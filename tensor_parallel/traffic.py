@@ -14,8 +14,8 @@ from torch import nn
 from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.communication.collectives import expected_all_gathers, expected_reduce_scatters
+from ddp_lab.strategy.options import NO_RECOMPUTATION, SELECTIVE
 from ddp_lab.strategy.precision import AUTOCAST, DTYPES
-from ddp_lab.strategy.recompute.setting import Recomputation
 from tensor_parallel import cross_entropy
 from tensor_parallel.plan import enclosing
 from tensor_parallel.region import Ranks
@@ -58,32 +58,24 @@ class Recomputed:
     """Which blocks backward computes again.
 
     Attributes:
-        blocks: Names of all.
-        every: Of so many neighbours the first is computed again.
+        blocks: Their names.
         stops_early: Torch stops when all that backward needs is there: before the last g of a block.
     """
 
     blocks: Sequence[str] = ()
-    every: int = 1
     stops_early: bool = False
 
     @classmethod
     def of(cls, module: nn.Module, activation_checkpointing: str) -> "Recomputed":
-        setting = Recomputation.parse(activation_checkpointing)
-        if setting is None:
+        if activation_checkpointing == NO_RECOMPUTATION:
             return cls()
         blocks = find_blocks(module)
         names = [name for name, part in module.named_modules() if part in blocks]
-        return cls(names, setting.every, setting.by_torch)
-
-    @property
-    def again(self) -> Sequence[str]:
-        """Those of `blocks` that are computed again."""
-        return self.blocks[:: self.every]
+        return cls(names, activation_checkpointing == SELECTIVE)
 
     def runs_again(self, place: Place, places: Sequence[Place]) -> bool:
         """Whether forward comes to `place`, one of `places`, a second time."""
-        block = enclosing(place.module, self.again)
+        block = enclosing(place.module, self.blocks)
         if block is None or not self.stops_early:
             return block is not None
         return place is not [other for other in places if enclosing(other.module, [block])][-1]

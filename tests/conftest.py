@@ -63,7 +63,6 @@ ON_ANY_PROCESSOR = {
     "runtime/checkpoint/test_mesh_runs.py",
     "runtime/link/test_group.py",
     "runtime/profiling/test_memory.py",
-    "runtime/recompute/test_checkpoint.py",
     "runtime/test_fp16_runs.py",
     "runtime/test_masks.py",
     "strategies/test_compression.py",
@@ -77,6 +76,7 @@ ON_ANY_PROCESSOR = {
     "strategies/test_offload.py",
     "strategies/test_parity.py",
     "strategies/test_precision.py",
+    "strategies/test_recompute.py",
     "strategies/test_traps.py",
     "tensor_parallel/test_traps.py",
 }

@@ -13,9 +13,8 @@ from ddp_lab.planner.report.recommendation import Row, gib, recommended, total
 from ddp_lab.planner.report.table import Plan, rates
 from ddp_lab.runtime.errors import UserError, listed
 from ddp_lab.runtime.settings.data import CAUSAL_LM
-from ddp_lab.strategy.recompute.setting import NONE, SELECTIVE
+from ddp_lab.strategy.options import BLOCK, NO_RECOMPUTATION, SELECTIVE
 
-BLOCK = "block"
 LEANEST = "zero3"
 MORE_DEVICES = (2, 4, 8)
 CHUNKS = 8
@@ -52,7 +51,7 @@ def smaller(case: Case, choice: str) -> Iterator[Variant]:
     accumulation = {"grad_accum_steps": config.grad_accum_steps * micro} if micro > 1 else {}
     alone = f"--grad-accum-steps {config.grad_accum_steps * micro} (a micro-batch of 1)"
     changes: list[tuple[str, dict[str, Any]]] = [(alone, accumulation)] if accumulation else []
-    if config.strategy.activation_checkpointing == NONE:
+    if config.strategy.activation_checkpointing == NO_RECOMPUTATION:
         kept = [(f"--activation-checkpointing {blocks}", blocks) for blocks in (SELECTIVE, BLOCK)]
         changes += [(words, {"activation_checkpointing": blocks}) for words, blocks in kept]
         if accumulation:
@@ -85,8 +84,8 @@ def faster(case: Case, choice: str, recorded: bool) -> Iterator[Variant]:
     if is_fp32 and not recorded and rates.get("bfloat16", 0.0) > rates.get("float32", 0.0):
         costs = costs_of(case.cluster, "bf16", contention=case.costs.contention)
         yield "--precision bf16", (replace(case, config=config.but(precision="bf16"), costs=costs), choice)
-    for blocks in (SELECTIVE, NONE):
-        if config.strategy.activation_checkpointing not in (NONE, blocks):
+    for blocks in (SELECTIVE, NO_RECOMPUTATION):
+        if config.strategy.activation_checkpointing not in (NO_RECOMPUTATION, blocks):
             other = config.but(activation_checkpointing=blocks)
             yield f"--activation-checkpointing {blocks}", (replace(case, config=other), choice)
 

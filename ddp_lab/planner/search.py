@@ -21,7 +21,6 @@ from ddp_lab.planner.plan import Case, Outcome, Task
 from ddp_lab.planner.report.recommendation import TIGHT
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import EXPERT
-from ddp_lab.strategy.recompute.setting import NONE, OP, SELECTIVE
 
 REPLICATED, SHARDED = ("bucket_ddp_async", "tp"), ("zero1", "zero2", "zero3")
 SEARCHED = (*REPLICATED, *SHARDED)
@@ -32,8 +31,6 @@ MOST = 150
 """Simulations of a search."""
 SURE = 0.9
 """Of the activations that a sample took elsewhere: so many it takes here at least."""
-LEVELS = (NONE, SELECTIVE, OP, "block")
-"""Recomputation, from the fastest and largest to the slowest and smallest."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Ways:
     """What is searched over besides choice, mesh and micro-batch.
 
     Attributes:
-        levels: Of recomputation, those of `LEVELS` that are wanted, in their order.
+        levels: Of recomputation, those of `RECOMPUTATION` that are wanted, in their order.
         costs: By whether blocks are compiled. The first one is the faster one.
     """
 

@@ -29,12 +29,11 @@ from ddp_lab.planner.report.findings import (
 from ddp_lab.planner.report.recommendation import gib
 from ddp_lab.planner.report.table import Plan, framed, row
 from ddp_lab.planner.report.wording import certainty, headline
-from ddp_lab.planner.search import LEVELS, SEARCHED, Search, Ways, roots
+from ddp_lab.planner.search import SEARCHED, Search, Ways, roots
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA
-from ddp_lab.strategy.options import AUTO
-from ddp_lab.strategy.recompute.setting import NONE
+from ddp_lab.strategy.options import AUTO, NO_RECOMPUTATION, RECOMPUTATION
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     Raises:
         UserError: the command line makes no sense, or a file cannot be written.
     """
-    levels = (options.activation_checkpointing,) if options.activation_checkpointing else LEVELS
+    levels = (options.activation_checkpointing,) if options.activation_checkpointing else RECOMPUTATION
     cases, left_out = cases_to_search(options)
     ways = Ways(levels, costs_by_compilation(cases[0], options))
     found = searched(cases, options, ways)
@@ -85,7 +84,7 @@ def cases_to_search(options: argparse.Namespace) -> tuple[list[Case], list[str]]
         rates = cluster.device.flops_per_s
         is_faster = not options.param_dtype and rates.get("bfloat16", 0.0) > rates.get("float32", 0.0)
         options.precision = "bf16" if is_faster else "fp32"
-    options.activation_checkpointing = options.activation_checkpointing or NONE
+    options.activation_checkpointing = options.activation_checkpointing or NO_RECOMPUTATION
     cases, left_out = cases_of(options)
     if options.mesh == AUTO:
         with_stages = [case for case in cases if case.config.has_stages]

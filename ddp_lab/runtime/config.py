@@ -19,8 +19,7 @@ from ddp_lab.runtime.settings.field import Rules, check, flag_name, flags_of
 from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, PYTORCH, ZB_H1, ZIGZAG, MeshSettings
 from ddp_lab.runtime.settings.profiling import ProfilingSettings
 from ddp_lab.runtime.settings.training import TrainingSettings
-from ddp_lab.strategy.options import FP16, StrategyOptions
-from ddp_lab.strategy.recompute.setting import NONE as NO_BLOCKS
+from ddp_lab.strategy.options import FP16, NO_RECOMPUTATION, StrategyOptions
 
 SEQUENCE_PARALLEL = "-sp"
 """Behind a mesh in the label of a run."""
@@ -78,7 +77,7 @@ RULES: Rules = (
         "stages a rank with interleaved, and 1 with the others",
     ),
     (
-        lambda c: c.pipeline_schedule != ZB_H1 or c.strategy.activation_checkpointing == NO_BLOCKS,
+        lambda c: c.pipeline_schedule != ZB_H1 or c.strategy.activation_checkpointing == NO_RECOMPUTATION,
         "--pipeline-schedule zb-h1 with --activation-checkpointing: must be one or the other, since a block that is "
         "computed again in backward makes all its gradients at once",
     ),

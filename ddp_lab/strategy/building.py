@@ -16,9 +16,8 @@ from ddp_lab.strategy.communication.consistency import (
 from ddp_lab.strategy.communication.observer import follow_gradients
 from ddp_lab.strategy.gradient_watch import GradientWatch
 from ddp_lab.strategy.module_hooks import require_readable
-from ddp_lab.strategy.options import FP16, StrategyOptions
+from ddp_lab.strategy.options import FP16, NO_RECOMPUTATION, StrategyOptions
 from ddp_lab.strategy.precision import bring_to
-from ddp_lab.strategy.recompute.setting import NONE
 
 if TYPE_CHECKING:
     from ddp_lab.strategy.communication.loss_scale import LossScaler
@@ -55,8 +54,8 @@ def prepared(
         from ddp_lab.strategy.compilation import CompiledBlocks
 
         compiled = CompiledBlocks(module, options.compile_backend)
-    if options.activation_checkpointing != NONE:
-        from ddp_lab.strategy.recompute.apply import checkpoint_activations
+    if options.activation_checkpointing != NO_RECOMPUTATION:
+        from ddp_lab.strategy.recompute import checkpoint_activations
 
         checkpoint_activations(module, options.activation_checkpointing)
     if options.loss_chunks > 1:

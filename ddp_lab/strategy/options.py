@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_lab.runtime.cli import ascii_number
 from ddp_lab.runtime.settings.field import Rules, check, flag, one_of
-from ddp_lab.strategy.recompute import setting as recomputation
 
 if TYPE_CHECKING:
     from ddp_lab.runtime.mesh import ShardGroups
@@ -19,6 +18,8 @@ FP16, BF16_TRUE = "fp16", "bf16-true"
 PRECISIONS = ("fp32", "bf16", FP16, BF16_TRUE)
 PARAM_DTYPES, REDUCE_DTYPES = ("bf16", "fp16"), ("fp32", "bf16")
 OFFLOADS = ("optimizer", "parameters")
+RECOMPUTATION = NO_RECOMPUTATION, SELECTIVE, BLOCK = ("none", "selective", "block")
+"""From the fastest and largest to the slowest and smallest."""
 INDUCTOR = "inductor"
 _precision, _memory, _communication = (partial(flag, group) for group in ("precision", "memory", "communication"))
 
@@ -64,9 +65,9 @@ RULES: Rules = (
         "modules compute in",
     ),
     (
-        lambda o: not o.compile_backend or o.activation_checkpointing not in recomputation.BY_POLICY,
-        "--activation-checkpointing {0.activation_checkpointing} with --compile: must be one or the other: a "
-        "policy does not see the operators of a compiled block",
+        lambda o: not o.compile_backend or o.activation_checkpointing != SELECTIVE,
+        "--activation-checkpointing selective with --compile: must be one or the other: a policy does not see the "
+        "operators of a compiled block",
     ),
     (
         lambda o: not o.reduce_dtype or o.precision != BF16_TRUE,
@@ -132,12 +133,10 @@ class StrategyOptions:
         False, "compile each block of the model with torch.compile; needs a C++ compiler (docs/compile.md)"
     )
     activation_checkpointing: str = _memory(
-        recomputation.NONE,
-        "free activations of these blocks in forward and compute them again in backward: block is all, every:N each "
-        "N-th, selective all but matrix products and attention, op also every second of these products; torch:block "
-        "and torch:every:N by torch's own code",
-        read=recomputation.text,
-        metavar="BLOCKS",
+        NO_RECOMPUTATION,
+        "free activations of blocks in forward and compute them again in backward: block keeps inputs alone, selective "
+        "also attention and every second matrix product",
+        choices=RECOMPUTATION,
     )
     loss_chunks: int = _memory(
         1,

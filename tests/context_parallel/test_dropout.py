@@ -50,7 +50,7 @@ def a_step(mesh: str, choice: str, options: dict[str, Any]) -> tuple[float, dict
     "mesh, choice, options",
     [
         ("cp=3", "simple_ddp", {"context_parallel": "ring"}),
-        ("cp=2,tp=2", "zero2", {"activation_checkpointing": "torch:block"}),
+        ("cp=2,tp=2", "zero2", {"activation_checkpointing": "selective"}),
     ],
 )
 def test_a_model_with_dropout(ranks: RankPool, mesh, choice, options):

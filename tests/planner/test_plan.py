@@ -201,7 +201,7 @@ def test_what_would_be_faster_is_simulated_too(monkeypatch):
     ],
 )
 def test_the_command_of_a_run_is_one(gpus, mesh, choice, words):
-    settings = {"mesh": mesh, "grad_accum_steps": 1, "activation_checkpointing": "every:2", "clip_grad_norm": 1.0}
+    settings = {"mesh": mesh, "grad_accum_steps": 1, "activation_checkpointing": "selective", "clip_grad_norm": 1.0}
     planned = replace(case(gpus), config=case(gpus).config.but(**settings))
     planned = replace(planned, model=replace(planned.model, task="causal-lm"))
     command = runner_command(planned, choice)

@@ -14,17 +14,18 @@ from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, Outcome, Task, simulate_step
 from ddp_lab.planner.report.findings import best_and_front
 from ddp_lab.planner.report.table import row
-from ddp_lab.planner.search import LEVELS, Search, Ways, roots
+from ddp_lab.planner.search import Search, Ways, roots
 from ddp_lab.planner.search_command import near
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.options import RECOMPUTATION
 from tests.in_process import run_in_process
 from tests.plans import COSTS, case, simulation
 from tests.tables import each_row
 
-SLOWER = dict(zip(LEVELS, (1.0, 1.05, 1.15, 1.3), strict=True))
-SMALLER = dict(zip(LEVELS, (1.0, 0.7, 0.5, 0.2), strict=True))
+SLOWER = dict(zip(RECOMPUTATION, (1.0, 1.1, 1.3), strict=True))
+SMALLER = dict(zip(RECOMPUTATION, (1.0, 0.6, 0.2), strict=True))
 
 
 def made_up(tasks):
@@ -46,7 +47,7 @@ def made_up(tasks):
 def every(begin, ways):
     """The whole grid, one by one."""
     tasks = list[Task]()
-    for (each, choice), steps, level, compiled in product(begin, (1, 2, 4, 8), LEVELS, ways.costs):
+    for (each, choice), steps, level, compiled in product(begin, (1, 2, 4, 8), RECOMPUTATION, ways.costs):
         with suppress(UserError):
             tasks.append((ways.put(each, steps, level, compiled), choice))
     return made_up(tasks)
@@ -54,9 +55,9 @@ def every(begin, ways):
 
 @each_row(("costs", "share"), [({False: COSTS}, 0.7), ({True: COSTS, False: COSTS}, 0.45)])
 def test_the_best_is_found_without_trying_all(costs, share):
-    """16 samples on 2 L4 of 21.5 GiB: of 32 settings, and of 48 where blocks may be compiled."""
+    """16 samples on 2 L4 of 21.5 GiB: of 24 settings, and of 40 where blocks may be compiled."""
     batch = replace(case(batch=16), config=RunConfig(global_batch_size=16, grad_accum_steps=1))
-    ways = Ways(LEVELS, costs)
+    ways = Ways(RECOMPUTATION, costs)
     begin = list(roots([batch], ("bucket_ddp_async", "zero1"), ways))
     assert [choice for _, choice in begin] == ["bucket_ddp_async", "zero1"]
     found = list(Search(ways, True, 135_000_000).run(begin, made_up, at_once=2))
@@ -84,15 +85,15 @@ def test_what_a_sample_took_elsewhere_is_not_simulated_again():
 
 def test_ways_of_a_mesh():
     """On a mesh with tp nothing is compiled; elsewhere what may be compiled is not looked for without."""
-    ways, plain = Ways(LEVELS, {True: COSTS, False: COSTS}), case("4xL4", batch=16)
+    ways, plain = Ways(RECOMPUTATION, {True: COSTS, False: COSTS}), case("4xL4", batch=16)
     on_tp = replace(plain, config=plain.config.but(mesh="dp=2,tp=2"))
 
     def told(chains):
         of = [[each.config.strategy for each in chain] for chain in chains]
         return [[each.activation_checkpointing + "*" * each.compile for each in chain] for chain in of]
 
-    assert told(ways.of(plain, 2)) == [["none*", "block*"], ["selective", "op"]]
-    assert told(ways.of(on_tp, 2)) == [["none", "selective", "op", "block"]]
+    assert told(ways.of(plain, 2)) == [["none*", "block*"], ["selective"]]
+    assert told(ways.of(on_tp, 2)) == [["none", "selective", "block"]]
 
 
 def test_the_front_is_what_nothing_beats():

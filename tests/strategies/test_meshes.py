@@ -74,7 +74,7 @@ LAYERS = [
     layers("pytorch_tp", "tp=2", "lm, even, six", split="one each"),  # nor other sequences
     layers("pytorch_fsdp_tp", "dp=2,tp=2", "lm, even, tied", {}),
     layers("zero3", "tp=2", "lm, llama", AGAIN),
-    layers("tp", "tp=2", "lm, gpt2", {"activation_checkpointing": "op", **TOKENS}),
+    layers("tp", "tp=2", "lm, gpt2", {"activation_checkpointing": "selective", **TOKENS}),
     layers("zero1", "tp=2", "lm, llama", {"activation_checkpointing": "selective", **TOKENS}),
     layers("zero2", "tp=2", "lm, llama", {"param_dtype": "bf16", **TOKENS}),
     layers("tp", "tp=4", "lm, llama", {**AGAIN, **BF16, **TOKENS}),
@@ -106,7 +106,7 @@ STAGES = [
         for choice, schedule in (("tp", "1f1b"), ("zero3", "gpipe"), ("zero1", "zb-h1"))
     ),
     stages("zero3", "dp=2,pp=2", "lm, long", "interleaved", **AGAIN),
-    stages("zero1", "pp=2", "lm, long", "1f1b", activation_checkpointing="every:3"),
+    stages("zero1", "pp=2", "lm, long", "1f1b", activation_checkpointing="selective"),
     stages("zero1", "pp=2", "lm, long, tied", "zb-h1", loss_chunks=2),
     *(
         stages("pytorch_pp", mesh, model, schedule, [[[2, 2, 2, 2]], [[1] * 8], [[1] * 8]])
@@ -131,8 +131,8 @@ PARTS = [
     tokens("tp", "pp=2,cp=2", "lm, llama"),
     tokens("zero3", "replicate=2,shard=1,cp=2", "lm, llama"),
     tokens("zero1", "cp=2", "lm, gqa, documents", again="selective"),
-    tokens("zero2", "cp=2", "lm, llama", "ulysses", "op"),
-    tokens("tp", "cp=2", "lm, qwen2", again="torch:block"),
+    tokens("zero2", "cp=2", "lm, llama", "ulysses", "selective"),
+    tokens("tp", "cp=2", "lm, qwen2", again="selective"),
     tokens("tp", "cp=2", "lm, gqa", again="block", precision="bf16"),
     tokens("zero1", "cp=2", "lm, gqa, documents", "pytorch_cp", "block"),
     tokens("zero3", "cp=3", "lm, llama", "pytorch_cp"),
@@ -147,7 +147,7 @@ MIXTURES = [
     experts("zero3", "ep=2,tp=2", "lm, qwen3", "one each"),
     experts("simple_ddp", "ep=2,tp=2", "lm, mixtral", **BF16),
     experts("transformers_ep", "dp=2,ep=2", "lm, mixtral, no term"),
-    experts("transformers_ep", "ep=2", "lm, mixtral, no term", activation_checkpointing="torch:block"),
+    experts("transformers_ep", "ep=2", "lm, mixtral, no term", activation_checkpointing="selective"),
 ]
 MORE = [
     *(shards(choice, mesh, model, {} if mesh == TALL else SMALL, "sgd" if mesh == WIDE else "adam", clip=0.5)

@@ -33,7 +33,7 @@ ROUNDINGS: dict[str, Options] = {
 EXACT: dict[str, Options] = {
     "": {},
     "filled": {},
-    **{f"{what} again": {"activation_checkpointing": what} for what in ("block", "selective", "op")},
+    **{f"{what} again": {"activation_checkpointing": what} for what in ("block", "selective")},
     **{f"{what} offloaded": {"offload": what} for what in ("optimizer", "parameters", "parameters:FOLDER")},
     "early": {"overlap_optimizer": True},
 }

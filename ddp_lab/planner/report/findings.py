@@ -6,7 +6,7 @@ from ddp_lab.planner.plan import Case, Outcome
 from ddp_lab.planner.report.recommendation import AS_FAST, Row, gib, is_roomy, is_tight
 from ddp_lab.planner.report.wording import runner_command
 from ddp_lab.planner.search import Ways
-from ddp_lab.strategy.recompute.setting import NONE
+from ddp_lab.strategy.options import NO_RECOMPUTATION
 
 MOST_ROWS = 10
 Pair = tuple[Row, Outcome]
@@ -92,7 +92,7 @@ def described(found: Outcome) -> str:
     config, micro = found.case.config, found.case.micro_batch_size
     steps = f"{config.grad_accum_steps} micro-batches" if config.grad_accum_steps > 1 else "one micro-batch"
     level = level_of(found.case)
-    again = "no recomputation" if level == NONE else f"recomputation {level}"
+    again = "no recomputation" if level == NO_RECOMPUTATION else f"recomputation {level}"
     return f"{found.name}, {steps} of {micro}, {again}{', compiled' * config.strategy.compile}"
 
 

@@ -13,7 +13,7 @@ from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
 from ddp_lab.runtime.settings.data import CAUSAL_LM
 from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.runtime.settings.mesh import ULYSSES
-from ddp_lab.strategy.recompute.setting import NONE
+from ddp_lab.strategy.options import NO_RECOMPUTATION
 
 NAMED = ("mesh", "param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload")
 """Settings that the headline names where they are given."""
@@ -33,7 +33,7 @@ def headline(plan: Plan, with_steps: bool = True) -> str:
     settings = [
         *[case.model.task] * (case.model.kind == "tokens"),
         config.strategy.precision,
-        *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NONE, 1)),
+        *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NO_RECOMPUTATION, 1)),
         *["--sequence-parallel"] * any(each.config.sequence_parallel for each in plan.cases),
         *{f"pipelines {each.config.pipeline_schedule}" for each in plan.cases if each.config.has_stages},
     ]

@@ -203,7 +203,7 @@ def two_batches(samples: int) -> list[dict[str, Tensor]]:
     return [make_batch("llama", samples, seed) for seed in range(2)]
 
 
-RECOMPUTED = ("block", "torch:block", "selective", "op")
+RECOMPUTED = ("block", "selective")
 BF16 = {"param_dtype": "bf16"}
 
 

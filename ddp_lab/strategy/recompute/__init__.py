@@ -1,1 +1,0 @@
-"""Activation checkpointing: a block's activations are freed in forward, and computed again when backward needs them."""
