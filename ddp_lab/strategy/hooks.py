@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.account import (
     EVERYONE,
     Collective,
@@ -114,18 +113,8 @@ class Hooks(ABC):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp each element of the gradients between `-clip_value` and `clip_value`."""
-        self.require_clippable()
         for gradient in self.gradients():
             gradient.clamp_(-clip_value, clip_value)
-
-    def require_clippable(self) -> None:
-        """Check that parameters are still to be updated.
-
-        Raises:
-            UnsupportedError: they are updated as soon as their own gradients are reduced.
-        """
-        if self.options.overlap_optimizer:
-            raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
 
     # Hooks: when the strategy is built -------------------------------------------------------------------------------
 

@@ -394,10 +394,10 @@ class Loop(Progress):
         else:
             culprits = None if micro_batches is None else self._find_culprits(micro_batches)
         self._strategy.zero_grad()
-        updates_early, advice = self._strategy.options.overlap_optimizer, self._advice(verdict.step, micro_batches)
+        advice = self._advice(verdict.step, micro_batches)
         if scale is not None:
             advice = f"so it stays at every loss scale, which has fallen to {scale:g}; {advice}"
-        raise nonfinite_error(what, verdict.step, culprits, updates_early, advice)
+        raise nonfinite_error(what, verdict.step, culprits, advice)
 
     def _find_culprits(self, micro_batches: Sequence[Weighted]) -> Sequence[int]:
         """The ranks that make a gradient that is not finite. The sum over ranks does not say, so the step is run again,

@@ -75,7 +75,6 @@ class ReplicatedStrategy(Strategy):
         broadcast_from_rank0(self.buffers(), self.process_group)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        self.require_clippable()
         if self.model_parallel is None:
             return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
         return super().clip_grad_norm_(max_norm)

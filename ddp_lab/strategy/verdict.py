@@ -122,14 +122,13 @@ def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: C
 
 
 def nonfinite_error(
-    what: str, step: int, culprits: Sequence[int] | None, updates_early: bool, advice: str
+    what: str, step: int, culprits: Sequence[int] | None, advice: str
 ) -> NonFiniteError:
     """The error that every rank raises.
 
     Args:
         what: `the loss` or `a gradient`.
         culprits: The ranks on which it was not finite first; None if nobody looked.
-        updates_early: Whether parameters may have been updated before all gradients were reduced.
         advice: What may help.
     """
     if culprits is None:
@@ -138,7 +137,6 @@ def nonfinite_error(
         where = f"on rank {', '.join(map(str, culprits))}"
     else:
         where = "after the sum over ranks (each rank's own was finite when the step was run again)"
-    updated = "parameters of earlier buckets are updated already" if updates_early else "no parameter is updated yet"
-    error = NonFiniteError(f"step {step}: {what} is not finite {where}; {updated}; {advice}")
+    error = NonFiniteError(f"step {step}: {what} is not finite {where}; no parameter is updated yet; {advice}")
     error.rank = culprits[0] if culprits else None
     return error
