@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--choices",
         required=True,
         help=f"comma-separated; of {', '.join(NAMES)}; each may carry settings ({', '.join(SETTINGS)}), as in "
-        "bucket_ddp_async:bucket_cap_mb=25:overlap_optimizer=on",
+        "bucket_ddp_async:bucket_cap_mb=25:compile=on",
     )
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
     parser.add_argument("--rounds", type=at_least(0), default=20, help="timed rounds; 0 measures memory only")

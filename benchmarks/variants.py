@@ -26,7 +26,7 @@ PLAIN = (LOCAL, *BARE)
 """Loops written by hand, which have no setting but their precision."""
 SETTINGS: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("precision", "param_dtype", "reduce_dtype", "compress", "offload"), str),
-    **dict.fromkeys(("overlap_optimizer", "compile", "sequence_parallel"), {"on": True, "off": False}.__getitem__),
+    **dict.fromkeys(("compile", "sequence_parallel"), {"on": True, "off": False}.__getitem__),
     **{"activation_checkpointing": str, "bucket_cap_mb": bucket_cap},
     **{"pipeline_schedule": str, "stages_per_rank": int},
     "mesh": lambda text: re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(","),

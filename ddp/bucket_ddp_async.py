@@ -12,17 +12,16 @@ Three things make it correct and cheap:
   copied there at once and small ones together, so that hardly any is held twice. Later ones are added in place, and
   the optimizer reads them there. A bucket is made when its first gradient comes, and ends with `zero_grad`.
 - Losses are weighted by their share of the global batch before backward. So the all-reduced sum is the mean already.
-
-With `--overlap-optimizer` a bucket's parameters are updated while later buckets are in flight (`ddp.early_updates`).
 """
 
 from collections.abc import Iterable
 from functools import partial
 
+import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from ddp.buckets import Bucket, fill_buckets, usual_cap_bytes
-from ddp.early_updates import EarlyUpdates
 from ddp.fixed_order import FixedOrder
 from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.capabilities import Supports
@@ -32,12 +31,11 @@ from ddp_lab.strategy.replicated import ReplicatedStrategy
 class BucketDDP(ReplicatedStrategy):
     """Non-blocking all-reduces, one a bucket, started during the last backward pass of a step."""
 
-    supports = Supports(compress=True, overlap_optimizer=True, experts=True)
+    supports = Supports(compress=True, experts=True)
     reduces_in_backward = True
 
     def prepare(self) -> None:
         super().prepare()
-        self.early = EarlyUpdates(self)
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
         is_one = self.is_in_pipeline and self.group_size == 1  # there is nobody to send a stage's gradients to
         filled = fill_buckets(self.trainable.values(), cap_bytes, self.group_of)
@@ -48,7 +46,7 @@ class BucketDDP(ReplicatedStrategy):
 
     def before_step(self) -> None:
         super().before_step()
-        self.early.begin_step()
+        self._norms = list[Tensor]()  # of this rank's share of each bucket
         self._order.restart()
         for bucket in self.buckets:
             bucket.reset()
@@ -80,10 +78,11 @@ class BucketDDP(ReplicatedStrategy):
     def finish_gradient_synchronization(self) -> None:
         for bucket in self._order.rest():  # behind a gradient that backward did not make on this rank
             self._start(bucket)
-        updates_early = self.options.overlap_optimizer and not self.watch.inspects
+        rank, size = self.group_rank, self.group_size
         for bucket in self.buckets:  # while the later ones are in flight
             bucket.wait()
-            self.early.check_and_update(bucket) if updates_early else self.early.check(bucket)
+            numel = len(bucket.flat)
+            self._norms.append(vector_norm(bucket.flat[numel * rank // size : numel * (rank + 1) // size]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -91,11 +90,9 @@ class BucketDDP(ReplicatedStrategy):
             bucket.reset()
 
     def norm_of_share(self) -> Tensor:
-        return self.early.norm() if self.model_parallel is None else super().norm_of_share()
-
-    def update(self) -> None:
-        with self.early.rest():
-            super().update()
+        if self.model_parallel is not None:
+            return super().norm_of_share()
+        return vector_norm(torch.stack(self._norms), dtype=torch.float64)
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         return [bucket.flat for bucket in self.buckets] or super().gradient_tensors()

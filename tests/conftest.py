@@ -66,7 +66,6 @@ ON_ANY_PROCESSOR = {
     "runtime/test_fp16_runs.py",
     "runtime/test_masks.py",
     "strategies/test_compression.py",
-    "strategies/test_early_updates.py",
     "strategies/test_hsdp.py",
     "strategies/test_int8.py",
     "strategies/test_late_reads.py",

@@ -87,9 +87,7 @@ SETTINGS = layout(
     "Settings",
     {Line: "workload precision", Several: "global_batch_size grad_accum_steps epochs"},
     {  # what is off by default may be missing: the run is older than the flag
-        bool: dict.fromkeys(
-            ("no_eval", "no_profile", "tf32", "compile", "overlap_optimizer", "find_unused_parameters"), False
-        ),
+        bool: dict.fromkeys(("no_eval", "no_profile", "tf32", "compile", "find_unused_parameters"), False),
         Count: {"seed": 0, "warmup_steps": 0},
         Several: {"loss_chunks": 1},
         Several | None: or_none("max_steps sequence_length nodes lora_rank lora_alpha"),

@@ -109,7 +109,7 @@ def gradients(
 ) -> Iterator[Part]:
     """Of the step that is about to be taken, without those of `known` names. Collective for a strategy."""
     if isinstance(subject, Strategy):
-        wholes = {} if subject.options.overlap_optimizer else subject.full_gradients()
+        wholes = subject.full_gradients()
         if subject.model_parallel is not None and dist.get_rank(subject.everyone) != 0:
             return  # these are parts
         for name, gradient in wholes.items():

@@ -65,11 +65,6 @@ RULES: Rules = (
         lambda c: not (c.cuts_layers and c.lora_rank),
         "--lora-rank {0.lora_rank}: must be without tp: no plan names adapters",
     ),
-    (
-        lambda c: not (c.cuts_layers and c.strategy.overlap_optimizer),
-        "--overlap-optimizer with --mesh {0.mesh}: must be without tp, since a rank sees only a part of each "
-        "bucket's norm",
-    ),
     *each_only(lambda c: c.has_stages, "with --mesh and pp above 1", "pipeline_schedule", "pipeline_split"),
     (
         lambda c: (c.pipeline_schedule == INTERLEAVED) == (c.stages_per_rank > 1),
@@ -81,7 +76,7 @@ RULES: Rules = (
         "--pipeline-schedule zb-h1 with --activation-checkpointing: must be one or the other, since a block that is "
         "computed again in backward makes all its gradients at once",
     ),
-    *each_only(lambda c: not c.has_stages, "without pp", "compile", "lora_rank", "overlap_optimizer"),
+    *each_only(lambda c: not c.has_stages, "without pp", "compile", "lora_rank"),
     *each_only(lambda c: c.has_experts, "with --mesh and ep", "router_scores", "router_bias"),
     (
         lambda c: not c.has_experts or Mesh.parse(str(c.mesh)).degrees.keys() <= {DATA, EXPERT, TENSOR},
@@ -94,15 +89,9 @@ RULES: Rules = (
     *each_only(
         lambda c: not c.has_experts,
         "without ep",
-        *("compile", "compress", "reduce_dtype", "param_dtype", "offload", "overlap_optimizer"),
-        *("lora_rank", "loss_chunks"),
+        *("compile", "compress", "reduce_dtype", "param_dtype", "offload", "lora_rank", "loss_chunks"),
     ),
     (lambda c: c.seed < 2**32, "--seed {0.seed}: must be a whole number from 0 to 4294967295"),
-    (
-        lambda c: not (c.strategy.overlap_optimizer and c.clip_grad_norm),
-        "--overlap-optimizer with --clip-grad-norm: must be one or the other, since the norm is known only "
-        "when all gradients are reduced",
-    ),
     (
         lambda c: c.strategy.precision == FP16 or not c.strategy.loss_scale,
         f"--loss-scale {{0.strategy.loss_scale}}: must be with --precision {FP16}",

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 class Supports:
     """Attributes:
     compress: `options.compress`.
-    overlap_optimizer: `options.overlap_optimizer`.
     offload: The values of `options.offload`.
     offload_to_files: That a folder follows them.
     compile: `options.compile_backend`.
@@ -26,7 +25,6 @@ class Supports:
     """
 
     compress: bool = False
-    overlap_optimizer: bool = False
     offload: frozenset[str] = frozenset()
     offload_to_files: bool = False
     compile: bool = True
@@ -94,8 +92,6 @@ MeshRefusal = tuple[Callable[["Mesh | None"], Any], str]
 TABLE: tuple[Refusal, ...] = (
     (lambda o, can: o.compress and not can.compress,
      "--compress: gradients are compressed by replicated strategies alone"),
-    (lambda o, can: o.overlap_optimizer and not can.overlap_optimizer,
-     "--overlap-optimizer: this strategy updates no parameter before all are reduced"),
     (lambda o, can: o.offload and o.offloaded not in can.offload, _refused_offload),
     (lambda o, can: o.offload and o.offload.partition(":")[2] and not can.offload_to_files, _refused_folder),
     (lambda o, can: o.compile_backend and not can.compile,

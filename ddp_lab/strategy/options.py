@@ -78,11 +78,6 @@ RULES: Rules = (
         "--compress {0.compress} with --reduce-dtype {0.reduce_dtype}: must be one or the other",
     ),
     (
-        lambda o: not (o.overlap_optimizer and o.precision == FP16),
-        f"--overlap-optimizer with --precision {FP16}: must be one or the other, since a step is skipped if "
-        "any gradient of it overflows",
-    ),
-    (
         lambda o: not (o.compress and o.precision == FP16),
         f"--compress {{0.compress}} with --precision {FP16}: must be one or the other, since an overflow would"
         " stay in the error feedback",
@@ -157,9 +152,6 @@ class StrategyOptions:
         "if that is between 1 and 25",
         read=bucket_cap,
         metavar=f"{{MIB,{AUTO}}}",
-    )
-    overlap_optimizer: bool = _communication(
-        False, "bucket_ddp_async: update a bucket's parameters while others are still being reduced"
     )
     compress: str | None = _communication(
         None, "compress gradients for the all-reduce, with loss (default: do not)", choices=("int8",)

@@ -14,12 +14,13 @@ With a folder, all this lies in memory-mapped files (Rajbhandari et al., 2021, "
 in memory what it has room for. The files have no name, so their space is free when the process ends, however it ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from ddp.early_updates import only
+from ddp_lab.runtime.errors import UnsupportedError
 from sharding.options.host_memory import Offload
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
@@ -78,3 +79,27 @@ class HostUpdate:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == piece.shape and not value.untyped_storage().filename:
                     state[name] = self._offload.empty(value.shape, value.dtype).copy_(value)
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Within this context, `optimizer` holds `parameters` alone, with their settings and states.
+
+    Raises:
+        UnsupportedError: A step has changed a setting of a whole group, such as a count of steps. Such an optimizer
+            must update all parameters together.
+    """
+    groups, chosen = optimizer.param_groups, set(parameters)
+    parts = [{**group, "params": [p for p in group["params"] if p in chosen]} for group in groups]
+    optimizer.param_groups = parts
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+    for group, part in zip(groups, parts, strict=True):
+        changed = [name for name in part if name != "params" and part[name] is not group.get(name)]
+        if changed:
+            raise UnsupportedError(
+                f"--offload updates bucket by bucket, but {type(optimizer).__name__} keeps {', '.join(changed)} for a "
+                "whole parameter group"
+            )

@@ -129,11 +129,10 @@ def test_a_weight_in_a_product_and_elsewhere(ranks: RankPool):
 
 
 def test_what_is_refused():
-    recomputes, overlaps = StrategyOptions(activation_checkpointing="block"), StrategyOptions(overlap_optimizer=True)
+    recomputes = StrategyOptions(activation_checkpointing="block")
     for arguments, message in (
         (("dp=2",), "needs pp above 1"),
         (("pp=2", "zb-h1", 1, None, recomputes), "zb-h1 with --activation-checkpoi"),
-        (("pp=2", "1f1b", 1, None, overlaps), "--overlap-optimizer: must be without pp"),
         (("pp=2", "1f1b2"), "gpipe, 1f1b, interleaved"),
     ):
         with pytest.raises(UserError, match=message):

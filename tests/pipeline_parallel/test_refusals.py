@@ -31,7 +31,6 @@ from tests.tables import each_row
         ),
         ({"mesh": "pp=2", "compile": True}, "^--compile: must be without pp"),
         ({"mesh": "pp=2", "lora_rank": 2}, "^--lora-rank: must be without pp"),
-        ({"mesh": "pp=2", "overlap_optimizer": True}, "^--overlap-optimizer: must be without pp"),
     ],
 )
 def test_flags(flags, message):

@@ -64,7 +64,7 @@ max-steps = 7
 lr = 1
 bucket-cap-mb = "auto"
 no-profile = true
-overlap-optimizer = true
+find-unused-parameters = true
 model = "--odd name"
 """
 
@@ -78,19 +78,19 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     path = written(tmp_path, FILE.replace("zero3", "flat_ddp"))
     config = parsed("--config", path)
     assert config == RunConfig.of(
-        choice="flat_ddp", max_steps=7, lr=1.0, no_profile=True, overlap_optimizer=True, model="--odd name"
+        choice="flat_ddp", max_steps=7, lr=1.0, no_profile=True, find_unused_parameters=True, model="--odd name"
     )
     flags = [
         "--max-steps",
         "9",
         "--profile",
-        "--no-overlap-optimizer",
+        "--no-find-unused-parameters",
         f"--config={path}",
         "--ddp-choice",
         "simple_ddp",
     ]
     changed = parsed(*flags)
-    assert changed == config.but(choice="simple_ddp", max_steps=9, no_profile=False, overlap_optimizer=False)
+    assert changed == config.but(choice="simple_ddp", max_steps=9, no_profile=False, find_unused_parameters=False)
 
 
 positive = st.floats(1e-12, 1e6)

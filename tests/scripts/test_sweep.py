@@ -144,10 +144,11 @@ def test_what_runs_and_what_does_not(sweep):
     sweep.of = ["ddp", "3"]
     assert sweep.run("--max-steps", "4").returncode == 0 and list(sweep.asked) == CHOICES
     assert all(one[one.index("--global-batch-size") + 1] == "6" for one in sweep.asked.values())
+    sweep.of = ["sharding", "2"]
+    ended = sweep.run("--offload", "optimizer")
+    assert ended.returncode == 0 and list(sweep.asked) == ["zero1", "zero2", "zero3"]
+    assert "baseline: left out: --offload optimizer: this strategy" in ended.stdout
     sweep.of = ["ddp", "2"]
-    ended = sweep.run("--overlap-optimizer")
-    assert ended.returncode == 0 and list(sweep.asked) == ["bucket_ddp_async"]
-    assert "flat_ddp: left out: --overlap-optimizer: this strategy" in ended.stdout
     ended = sweep.run("--param-dtype", "bf16")
     assert ended.returncode == 1 and not sweep.asked
     assert ended.stderr == "error: no choice can do what these flags ask for\n"

@@ -1,5 +1,6 @@
 """--offload beyond parity and memory: what is not finite, where gradients are judged, and folders."""
 
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -11,10 +12,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddp_lab.runtime.errors import NonFiniteError, UserError
+from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError, UserError
 from ddp_lab.strategy.account import clip_parts, norm_of
 from ddp_lab.strategy.communication.loss_scale import LossScaler
 from ddp_lab.strategy.options import StrategyOptions
+from sharding.options.offload import only
 from tests.models import make_batch
 from tests.parity import built, one_step
 from tests.ranks import RankPool
@@ -71,3 +73,23 @@ def test_folders(ranks: RankPool, tmp_path):
     (tmp_path / "file").write_text("")
     for said in ranks.run(2, open_files, tmp_path / "folder"):
         assert said == f"--offload: cannot write into {tmp_path / 'file'}: File exists"
+
+
+class CountsByGroup(torch.optim.SGD):
+    """Keeps a count of steps for a whole group, as some optimizers do."""
+
+    def step(self, closure: Callable[[], float] | None = None):  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+def test_an_optimizer_that_counts_by_group_is_refused():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = CountsByGroup(parameters, lr=0.1)
+    with (
+        pytest.raises(UnsupportedError, match="keeps steps for a whole parameter group"),
+        only(optimizer, parameters[:1]),
+    ):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] == parameters

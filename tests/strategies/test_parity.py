@@ -35,7 +35,6 @@ EXACT: dict[str, Options] = {
     "filled": {},
     **{f"{what} again": {"activation_checkpointing": what} for what in ("block", "selective")},
     **{f"{what} offloaded": {"offload": what} for what in ("optimizer", "parameters", "parameters:FOLDER")},
-    "early": {"overlap_optimizer": True},
 }
 """Settings that must not change a bit."""
 TRAPS = (*MODELS, *UNUSUAL, *BRANCHES, LORA, "spiked", "awkward")

@@ -120,6 +120,5 @@ def fp16(choice: str, module):
 
 def test_what_fp16_cannot_is_refused(ranks: RankPool):
     check_messages(ranks, 2, refusals)
-    for option in ({"overlap_optimizer": True}, {"compress": "int8"}):
-        with pytest.raises(UserError, match="with --precision fp16: must be one or the other"):
-            StrategyOptions(precision="fp16", **option)
+    with pytest.raises(UserError, match="with --precision fp16: must be one or the other"):
+        StrategyOptions(precision="fp16", compress="int8")

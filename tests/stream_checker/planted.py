@@ -9,8 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ddp.bucket_ddp_async import BucketDDP
-from ddp.early_updates import EarlyUpdates
+from ddp.buckets import Bucket
 from ddp.flat_ddp import FlatDDP
 from ddp.simple_ddp_async import AsyncDDP
 from ddp.simple_ddp_hook import HookDDP
@@ -65,14 +64,6 @@ def zeroed_in_flight(self, gradient):
 def dropped_while_in_flight(self):
     received = torch.empty(40)
     dist.all_gather_into_tensor(received, torch.ones(10), group=self.process_group, async_op=True)
-
-
-def update_before_wait(self):
-    for bucket in self._order.rest():
-        self._start(bucket)
-    for bucket in self.buckets:
-        EarlyUpdates.check_and_update(self.early, bucket)
-        bucket.work.wait()
 
 
 def never_arrives(self, flats):
@@ -139,9 +130,8 @@ PLANTED = [
             "add_ at tests/stream_checker/planted.py"),
     Planted("a tensor is dropped while it is gathered", "flat_ddp", FlatDDP, "finish_gradient_synchronization",
             dropped_while_in_flight, "the end of its last tensor"),
-    Planted("a bucket is updated before it is reduced", "bucket_ddp_async", BucketDDP,
-            "finish_gradient_synchronization", update_before_wait, "_fused_adamw_ at",
-            options={**BUCKETS, "overlap_optimizer": True}),
+    Planted("a bucket is read before it is reduced", "bucket_ddp_async", Bucket, "wait", lambda bucket: None,
+            "what all_reduce issued at", options=BUCKETS),
     Planted("forward does not wait for parameters", "zero1", Arrivals, "_wait_for", never_arrives,
             "what all_gather issued at", options=BUCKETS),
     Planted("a shard is read before it is reduced", "zero1", GradientBucket, "finish_reduction", shard_without_wait,

@@ -97,7 +97,6 @@ SETTINGS = [
     *((choice, "llama", CAST) for choice in ("zero2", "zero3")),
     *((choice, "llama", SCALED) for choice in HAND_WRITTEN),
     *((choice, "plain", {"compress": "int8"}) for choice in ddp.CHOICES),
-    ("bucket_ddp_async", "llama", {"overlap_optimizer": True}),
 ]
 TRIED = [
     ("zero3", "normed", {"shard_size": 2}),
@@ -106,7 +105,6 @@ TRIED = [
     ("bucket_ddp_async", "llama", SCALED),
     ("zero3", "llama", SCALED),
     ("bucket_ddp_async", "plain", {"compress": "int8"}),
-    SETTINGS[-1],
 ]
 
 

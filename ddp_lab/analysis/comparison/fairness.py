@@ -99,9 +99,6 @@ SETTINGS = {
     "gradient compression": Setting(of_config("compress", "none"), EVERYTHING),
     "router scores": Setting(of_config("router_scores", "softmax"), (LOSS,)),
     "router bias": Setting(of_config("router_bias", "none"), (TIME, TRAFFIC, LOSS)),
-    "optimizer overlapped with communication": Setting(
-        lambda record: "yes" if record["config"].get("overlap_optimizer") else "no", (TIME,)
-    ),
     LINK: Setting(of_link, (TIME,)),
     "search for unused parameters": Setting(of_config("find_unused_parameters", "off"), (TIME,)),
     "optimizer steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),

@@ -61,7 +61,6 @@ MAY_DIFFER = (
     "bucket_cap_mb",
     "activation_checkpointing",
     "loss_chunks",
-    "overlap_optimizer",
     "offload",
     "find_unused_parameters",
     "compile",

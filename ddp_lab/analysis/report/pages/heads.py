@@ -31,8 +31,6 @@ def labels(record: dict[str, Any] | None) -> list[str]:
         )
     if config.get("reduce_dtype") == "bf16":
         lines.append("Gradients are rounded to bf16 before they are added up over ranks.")
-    if config.get("overlap_optimizer"):
-        lines.append("Parameters of a bucket are updated while other buckets are still being reduced.")
     if config.get("compile"):
         lines.append("Blocks of the model were compiled with torch.compile.")
     if config.get("profile_ranks"):
