@@ -121,9 +121,7 @@ def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: C
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def nonfinite_error(
-    what: str, step: int, culprits: Sequence[int] | None, advice: str
-) -> NonFiniteError:
+def nonfinite_error(what: str, step: int, culprits: Sequence[int] | None, advice: str) -> NonFiniteError:
     """The error that every rank raises.
 
     Args:
