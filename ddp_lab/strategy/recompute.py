@@ -144,22 +144,24 @@ class Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call = ctx.run.call
+        # the second forward, with a graph
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with torch.enable_grad(), ctx.state.again(), buffers_kept(call.block):
             outputs = ctx.run.compute(inputs)
         reached = [
             pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad and pair[1] is not None
         ]
-        own = [*inputs, *ctx.parameters]
-        wanted = [tensor for tensor in own if tensor.requires_grad]
+        sources = [*inputs, *ctx.parameters]
+        wanted = [tensor for tensor in sources if tensor.requires_grad]
         if not call.is_checked:
             require_known(outputs, wanted, call.block)
             call.is_checked = True
         if not reached:
-            return (None, None, *(None for _ in own))
+            return (None, None, *(None for _ in sources))
+        # backward through that graph
         ends, end_gradients = zip(*reached, strict=True)
-        found = iter(torch.autograd.grad(ends, wanted, end_gradients, allow_unused=True))
-        return (None, None, *(next(found) if tensor.requires_grad else None for tensor in own))
+        computed = iter(torch.autograd.grad(ends, wanted, end_gradients, allow_unused=True))
+        return (None, None, *(next(computed) if tensor.requires_grad else None for tensor in sources))
 
 
 class State:
