@@ -21,7 +21,7 @@ import torch
 from torch.distributed import TCPStore
 
 from ddp_lab.runtime.process.environment import schedule_as_batch
-from ddp_lab.strategy.communication import collectives
+from ddp_lab.strategy.communication import groups
 
 JOB_TIMEOUT_S = 120.0
 CAUSE_S = 10.0  # after a lost connection, for the rank that caused it to say why
@@ -144,7 +144,7 @@ def kept_groups() -> set[Any]:
     """Groups that later jobs use again."""
     import torch.distributed as dist
 
-    roots, sides = collectives._groups_of_roots, collectives._side_groups
+    roots, sides = groups._groups_of_roots, groups._side_groups
     kept = {one for group, of_roots in roots.items() if group is dist.group.WORLD for one in of_roots}
     return kept | {one for group, one in sides.items() if group is dist.group.WORLD}
 

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from ddp_lab.runtime.mesh import REPLICATE
 from ddp_lab.strategy.account import Collective
-from ddp_lab.strategy.communication.collectives import Pending, is_gloo
+from ddp_lab.strategy.communication.collectives import Pending
+from ddp_lab.strategy.communication.groups import is_gloo
 
 
 class ShardRanks:
