@@ -36,7 +36,7 @@ class Kernel(Protocol):
         """Outputs and logarithms."""
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, mask: Mask, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of `q`, `k` and `v`, from that of the outputs."""
 
@@ -48,10 +48,10 @@ class OnCPU:
         )
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, mask: Mask, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, lse, 0.0, mask.causal, attn_mask=mask.bias, scale=scale
+            dout, q, k, v, out, lse, 0.0, mask.causal, attn_mask=mask.bias, scale=scale
         )
 
 
@@ -63,12 +63,12 @@ class Flash:
         return out, lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, mask: Mask, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
         lengths, unused = (q.shape[2], k.shape[2]), seed[:0]
         return aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, mask.causal, seed, unused, scale=scale
+            dout, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, mask.causal, seed, unused, scale=scale
         )
 
 
@@ -81,16 +81,16 @@ class Efficient:
         return out, lse[..., : q.shape[2]]
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, mask: Mask, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, bias = k.shape[1], self._bias(q, mask)
         lse = functional.pad(lse, (0, -lse.shape[2] % LSE_UNIT), value=torch.inf)
         seed = torch.empty((), dtype=torch.int64, device=q.device)
-        of_q, of_k, of_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-            gradient, q, *repeated(q, k, v), bias, out, lse, seed, seed, 0.0, [True, True, True, False], mask.causal,
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, *repeated(q, k, v), bias, out, lse, seed, seed, 0.0, [True, True, True, False], mask.causal,
             scale=scale,
         )  # fmt: skip
-        return of_q, *(one.unflatten(1, (heads, -1)).sum(2) for one in (of_k, of_v))
+        return dq, *(repeats.unflatten(1, (heads, -1)).sum(2) for repeats in (dk, dv))
 
     @staticmethod
     def _bias(q: Tensor, mask: Mask) -> Tensor | None:

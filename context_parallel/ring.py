@@ -54,12 +54,12 @@ class Ring:
     def turns(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Whose tensor it is, and the tensor: this rank's, then those of the ranks before it. While the caller works
         with one, the next is on its way."""
-        here = own
+        tensor = own
         for step in range(self.size - 1):
-            coming = self.shift(here)
-            yield (self.rank - step) % self.size, here
-            here = coming.wait()
-        yield (self.rank + 1) % self.size, here
+            coming = self.shift(tensor)
+            yield (self.rank - step) % self.size, tensor
+            tensor = coming.wait()
+        yield (self.rank + 1) % self.size, tensor
 
     def seen(self, source: int, length: int, documents: Tensor | None, dtype: torch.dtype) -> tuple[Block, Mask] | None:
         """The block of this rank's queries and the keys of `source`; None if it is empty.
@@ -95,17 +95,18 @@ class RingAttention(torch.autograd.Function):
         kernel = kernel_for(q, documents is not None)
         exact = torch.promote_types(q.dtype, torch.float32)
         out = lse = q
-        for source, (k_here, v_here) in ring.turns(torch.stack([k, v])):
+        for source, kv in ring.turns(torch.stack([k, v])):
             if (seen := ring.seen(source, q.shape[2], documents, q.dtype)) is None:
                 continue
             block, mask = seen
-            one, one_lse = kernel.forward(*block.of(q, k_here, v_here), mask, scale)
+            block_out, block_lse = kernel.forward(*block.of(q, *kv), mask, scale)
             if source == ring.rank:
-                out, lse = one.to(exact, copy=True), one_lse.clone(memory_format=torch.contiguous_format)
+                out, lse = block_out.to(exact, copy=True), block_lse.clone(memory_format=torch.contiguous_format)
                 continue
-            out_seeing, lse_seeing = out[:, :, block.first_query :], lse[:, :, block.first_query :]
-            out_seeing.lerp_(one.to(exact), (one_lse - lse_seeing).sigmoid()[..., None])
-            lse_seeing.copy_(torch.logaddexp(lse_seeing, one_lse))
+            # rescale: the share of this block in the sums of the queries that see it
+            out_so_far, lse_so_far = (tensor[:, :, block.first_query :] for tensor in (out, lse))
+            out_so_far.lerp_(block_out.to(exact), (block_lse - lse_so_far).sigmoid()[..., None])
+            lse_so_far.copy_(torch.logaddexp(lse_so_far, block_lse))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, documents)
         ctx.ring, ctx.kernel, ctx.scale = ring, kernel, scale
@@ -113,25 +114,26 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, documents = ctx.saved_tensors
         ring: Ring = ctx.ring
         kernel: Kernel = ctx.kernel
         exact = torch.promote_types(q.dtype, torch.float32)
-        of_q, own = torch.zeros_like(q, dtype=exact), torch.zeros((2, *k.shape), dtype=exact, device=k.device)
-        coming: Coming | None = None
-        for source, (k_here, v_here) in ring.turns(torch.stack([k, v])):
-            of_kv = own if source == ring.rank else torch.zeros_like(own)
+        dq, dkv = torch.zeros_like(q, dtype=exact), torch.zeros((2, *k.shape), dtype=exact, device=k.device)
+        coming: Coming | None = None  # of the keys and values that the rank before has had
+        for source, kv in ring.turns(torch.stack([k, v])):
+            source_dkv = dkv if source == ring.rank else torch.zeros_like(dkv)
             if (seen := ring.seen(source, q.shape[2], documents, q.dtype)) is not None:
                 block, mask = seen
-                made, sums, of_out = (one[:, :, block.first_query :] for one in (out, lse, gradient))
-                qkv = block.of(q, k_here, v_here)
-                some_q, *some_kv = kernel.backward(*qkv, made, sums, of_out, mask, ctx.scale)
-                of_q[:, :, block.first_query :] += some_q
-                for one, some in zip(of_kv, some_kv, strict=True):
-                    one[:, :, : block.keys] += some
+                block_out, block_lse, block_dout = (tensor[:, :, block.first_query :] for tensor in (out, lse, dout))
+                block_dq, *block_dkv = kernel.backward(
+                    *block.of(q, *kv), block_out, block_lse, block_dout, mask, ctx.scale
+                )
+                dq[:, :, block.first_query :] += block_dq
+                for total, part in zip(source_dkv, block_dkv, strict=True):
+                    total[:, :, : block.keys] += part
             if source != ring.rank:
-                of_kv = of_kv if coming is None else of_kv.add_(coming.wait())
-                coming = ring.shift(of_kv)
-        of_k, of_v = own if coming is None else own.add_(coming.wait())
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None
+                source_dkv = source_dkv if coming is None else source_dkv.add_(coming.wait())
+                coming = ring.shift(source_dkv)
+        dk, dv = dkv if coming is None else dkv.add_(coming.wait())
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
