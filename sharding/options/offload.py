@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ddp_lab.runtime.errors import UnsupportedError
-from sharding.options.host_memory import Offload
+from sharding.options.placement import Offload
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
 
@@ -49,10 +49,13 @@ class HostUpdate:
             if arrived is not None:
                 arrived.synchronize()
             flat = bucket.flat
-            flat.set_updated_gradients(gradient)
+            for place, (parameter, piece) in zip(flat.places, flat.updated.items(), strict=True):
+                is_used = flat.pieces[parameter].grad is not None
+                piece.grad = gradient[place.start : place.end] if is_used else None
             with only(self._optimizer, flat.updated.values()):
                 self._optimizer.step()
-            flat.set_updated_gradients(None)
+            for piece in flat.updated.values():
+                piece.grad = None
             if self._offload.folder is not None:
                 self._move_states(flat)
             publish(flat)

@@ -1,4 +1,8 @@
-"""Mixed precision of sharded parameters: in which dtype the module computes, and in which gradients are reduced.
+"""In which dtypes parameters and gradients of sharded strategies are, and what is in host memory or in files.
+
+Offload: what a rank takes off its device, and where it goes (`sharding.options.offload`).
+
+Mixed precision: in which dtype the module computes, and in which gradients are reduced.
 
 What FSDP2 has as `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. With `param_dtype` bf16:
 - Each rank updates its shard in fp32 (`sharding.parts.flat`). An update is often smaller than half a unit in the last
@@ -9,15 +13,54 @@ What FSDP2 has as `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. With `param
   micro-batches is not rounded at each term.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.account import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.precision import DTYPES
-from sharding.options.host_memory import Offload
+
+
+class Offload(NamedTuple):
+    """What `--offload WHAT[:FOLDER]` says: `optimizer` or `parameters`, and where files are, if in files."""
+
+    what: str
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, text: str | None) -> "Offload | None":
+        if text is None:
+            return None
+        what, _, folder = text.partition(":")
+        return cls(what, Path(folder) if folder else None)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, is_copied: bool = False) -> Tensor:
+        """A tensor in host memory or in a file, of zeros if it is in a file.
+
+        Args:
+            is_copied: It is copied from or to a GPU, which needs pinned memory.
+
+        Raises:
+            UserError: the file cannot be made.
+        """
+        if self.folder is None:
+            is_pinned = is_copied and torch.cuda.is_available()
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=self.folder, prefix="offload_") as file:  # the mapping outlives the name
+                size = math.prod(shape)
+                file.truncate(size * dtype.itemsize)
+                return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+        except OSError as error:
+            raise UserError(f"--offload: cannot write into {self.folder}: {error.strerror}") from error
 
 
 class Placement(NamedTuple):

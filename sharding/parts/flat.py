@@ -6,11 +6,12 @@ than 16 bytes larger than an even share. This suits optimizers that treat every 
 (`ddp_lab.strategy.optimizers`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,25 +19,14 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.communication.collectives import all_gather
-from sharding.options.host_memory import Offload
-from sharding.options.placement import Placement
+from sharding.options.placement import Offload, Placement
 from sharding.options.replicas import ShardRanks
 
 ALIGNMENT = 16
 """Bytes. Shards begin at multiples of it: CUDA kernels and NCCL then move 16 bytes at a time."""
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Elements `start` to `end` of a flat tensor, which hold one parameter of this shape."""
-
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements `start` to `end` of a shard, which belong to the parameter in `slot`."""
 
     slot: int
@@ -46,28 +36,32 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where parameters lie in a flat tensor, and where `world_size` ranks cut it.
+    """Where parameters of these shapes lie in a flat tensor, end to end, and where `world_size` ranks cut it.
 
     Attributes:
-        multiple: Of which `shard_numel` is a multiple.
-        numel: Elements of all parameters.
+        starts: The first element of each parameter, and their end.
         shard_numel: Elements of each rank's shard, padding included.
         padded_numel: Elements of the flat tensor.
     """
 
-    slots: tuple[Slot, ...]
+    shapes: Sequence[Sequence[int]]
     world_size: int
-    multiple: int
+    item_bytes: int
 
     @cached_property
+    def starts(self) -> list[int]:
+        return [*accumulate(map(prod, self.shapes), initial=0)]
+
+    @property
     def numel(self) -> int:
-        return self.slots[-1].end if self.slots else 0
+        return self.starts[-1]
 
     @cached_property
     def shard_numel(self) -> int:
-        return -(-self.numel // (self.world_size * self.multiple)) * self.multiple
+        multiple = max(ALIGNMENT // self.item_bytes, 1)
+        return -(-self.numel // (self.world_size * multiple)) * multiple
 
-    @cached_property
+    @property
     def padded_numel(self) -> int:
         return self.shard_numel * self.world_size
 
@@ -77,26 +71,13 @@ class Layout:
 
     def view(self, flat: Tensor, slot: int) -> Tensor:
         """The view of a flat tensor that is the parameter in `slot`, in its shape."""
-        place = self.slots[slot]
-        return flat[place.start : place.end].view(place.shape)
+        return flat[self.starts[slot] : self.starts[slot + 1]].view(self.shapes[slot])
 
     def pieces(self, rank: int) -> list[Piece]:
         """What of each parameter lies in `rank`'s shard; nothing for those that have no element there."""
-        begin = rank * self.shard_numel
-        cuts = [
-            (slot, max(place.start - begin, 0), min(place.end - begin, self.shard_numel))
-            for slot, place in enumerate(self.slots)
-        ]
-        return [Piece(slot, start, end) for slot, start, end in cuts if start < end]
-
-
-def lay_out(shapes: Iterable[Sequence[int]], world_size: int, item_bytes: int) -> Layout:
-    """Lay parameters of these shapes end to end, their elements of `item_bytes` bytes."""
-    slots, end = [], 0
-    for shape in shapes:
-        start, end = end, end + prod(shape)
-        slots.append(Slot(tuple(shape), start, end))
-    return Layout(tuple(slots), world_size, max(ALIGNMENT // item_bytes, 1))
+        ends = [min(max(start - rank * self.shard_numel, 0), self.shard_numel) for start in self.starts]
+        cuts = (Piece(slot, start, end) for slot, (start, end) in enumerate(pairwise(ends)))
+        return [piece for piece in cuts if piece.start < piece.end]
 
 
 def group_by_kind(
@@ -112,13 +93,11 @@ def group_by_kind(
 
 
 class FlatParameters:
-    """Parameters of one dtype and device, laid end to end in one flat tensor into which they are views.
+    """Parameters of one dtype and device in one flat tensor, into which they are views.
 
     The module may compute in a lower precision than the optimizer (`param_dtype`). Then `full` has the lower one, and
     `shard` is apart from it: the master values, which small updates do not round away (Micikevicius et al., 2018,
-    "Mixed precision training").
-
-    Rank 0's values win. Building one is collective.
+    "Mixed precision training"). Rank 0's values win. Building one is collective.
 
     Args:
         ranks: Which ranks hold the shards.
@@ -126,50 +105,51 @@ class FlatParameters:
             on the device, unless all parameters are offloaded.
 
     Attributes:
-        layout: Where each parameter lies (`Layout`).
-        full: The flat tensor with which the module computes, (padded_numel,).
+        full: With what the module computes, (padded_numel,).
         views: For each parameter its place in `full`, in its shape.
-        shard: What this rank keeps, (shard_numel,).
-        dtype: Of the shard and its reduced gradient: the parameters' own.
+        shard: What this rank keeps, (shard_numel,), in the parameters' own `dtype`.
         pieces: For each parameter with elements in the shard, a flat parameter on the device. Its `.grad` is the
             reduced gradient of these elements.
         updated: The same, as the optimizer sees it: a view into the shard. Those of `pieces`, unless the shard is in
             host memory.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        ranks: ShardRanks,
-        placement: Placement,
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: ShardRanks, placement: Placement) -> None:
         self.parameters, self.ranks = list(parameters), ranks
         self.group, self.rank = ranks.shard, dist.get_rank(ranks.shard)
         first, offload = parameters[0], placement.offload
         self.is_offloaded = offload is not None and (first.requires_grad or offload.what == "parameters")
-        self.dtype, dtype = first.dtype, placement.param_dtype or first.dtype
+        self.dtype, self.device, dtype = first.dtype, first.device, placement.param_dtype or first.dtype
         item_bytes = min(dtype.itemsize, first.element_size())
-        self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(self.group), item_bytes)
-        own = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
-        for slot, parameter in enumerate(self.parameters):
-            self.layout.view(own, slot).copy_(parameter.detach())
-        dist.broadcast(own, group=ranks.everyone, group_src=0)
-        self.full = own.to(dtype)
+        self.layout = Layout([p.shape for p in parameters], dist.get_world_size(self.group), item_bytes)
+
+        # the flat tensor, and parameters as views into it
+        values = self._of_rank0({parameter: parameter.detach() for parameter in parameters})
+        self.full = values.to(dtype)
         self.views = [self.layout.view(self.full, slot) for slot in range(len(parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
-        self.shard = self._kept(self.layout.shard_of(own, self.rank), placement.offload)
-        self._places = self.layout.pieces(self.rank)
-        lengths = [place.end - place.start for place in self._places]
+
+        # the shard, and what of each parameter is in it
+        self.shard = self._kept(self.layout.shard_of(values, self.rank), offload)
+        self.places = self.layout.pieces(self.rank)
+        lengths = [place.end - place.start for place in self.places]
         self._lengths = [*lengths, self.layout.shard_numel - sum(lengths)]
-        self.updated = {
-            self.parameters[place.slot]: nn.Parameter(self.shard[place.start : place.end]) for place in self._places
-        }
-        self.pieces = self.updated
+        parts = {self.parameters[place.slot]: self.shard[place.start : place.end] for place in self.places}
+        self.pieces = self.updated = {parameter: nn.Parameter(part) for parameter, part in parts.items()}
         if self.is_offloaded:  # of their shapes, on the device, and without memory of their own
-            nothing = torch.zeros((), dtype=self.dtype, device=self.full.device)
-            self.pieces = {p: nn.Parameter(nothing.expand(part.shape)) for p, part in self.updated.items()}
+            nothing = torch.zeros((), dtype=self.dtype, device=self.device)
+            self.pieces = {parameter: nn.Parameter(nothing.expand(part.shape)) for parameter, part in parts.items()}
+
+    def _of_rank0(self, values: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """Rank 0's `values` in a flat tensor, (padded_numel,). Collective."""
+        flat = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+        for slot, parameter in enumerate(self.parameters):
+            if parameter in values:
+                self.layout.view(flat, slot).copy_(values[parameter])
+        dist.broadcast(flat, group=self.ranks.everyone, group_src=0)
+        return flat
 
     def _kept(self, part: Tensor, offload: Offload | None) -> Tensor:
         """This rank's values, where they are updated."""
@@ -188,18 +168,16 @@ class FlatParameters:
             self.layout.shard_of(self.full, self.rank).copy_(self.shard, non_blocking=True)
 
     def shard_has_changed(self) -> None:
-        """Bring to the device what it keeps of the shard between steps. Here: nothing, `full` is filled when it is
-        gathered."""
+        """Bring to the device what it keeps of the shard between steps. Here nothing: `full` is gathered."""
 
     def tensors(self) -> list[Tensor]:
         """What is on the device."""
         return [self.full] if self.is_offloaded else [self.full, self.shard]
 
     def require_in_place(self) -> None:
-        """Check that the module still computes with `full`.
-
+        """
         Raises:
-            UnsupportedError: a parameter's `.data` has been replaced.
+            UnsupportedError: a parameter's `.data` has been replaced, so that the module does not compute with `full`.
         """
         for parameter, address in zip(self.parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address:
@@ -212,20 +190,16 @@ class FlatParameters:
         """All ranks' values in the shard's dtype, (padded_numel,). Not to be changed. Collective."""
         if not self.keeps_shard_apart:
             return self.full
-        own = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.full.device)
-        self.layout.shard_of(own, self.rank).copy_(self.shard)
-        all_gather(own, self.group).wait()
-        return own
+        flat = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+        self.layout.shard_of(flat, self.rank).copy_(self.shard)
+        all_gather(flat, self.group).wait()
+        return flat
 
     def set_values(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Take rank 0's `values`; what others give is not read. Collective."""
-        own = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.full.device)
-        if dist.get_rank(self.ranks.everyone) == 0:
-            for slot, parameter in enumerate(self.parameters):
-                self.layout.view(own, slot).copy_(values[parameter])
-        dist.broadcast(own, group=self.ranks.everyone, group_src=0)
-        self.shard.copy_(self.layout.shard_of(own, self.rank))
-        self.fill_full(own)
+        """Take rank 0's `values`, which others need not give. Collective."""
+        flat = self._of_rank0(values)
+        self.shard.copy_(self.layout.shard_of(flat, self.rank))
+        self.fill_full(flat)
 
     def fill_full(self, values: Tensor) -> None:
         """Let the module compute with `values`."""
@@ -239,19 +213,13 @@ class FlatParameters:
     def full_bytes(self) -> int:
         return self.full.numel() * self.full.element_size()
 
-    def first_elements(self) -> list[int]:
-        """For each of `pieces`, the number of its first element in its parameter."""
-        begin = self.rank * self.layout.shard_numel
-        return [begin + place.start - self.layout.slots[place.slot].start for place in self._places]
+    def parts(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Each parameter with elements in the shard, these as they are updated, and the first one's number."""
+        for place, (parameter, piece) in zip(self.places, self.updated.items(), strict=True):
+            yield parameter, piece, self.rank * self.layout.shard_numel + place.start - self.layout.starts[place.slot]
 
     def set_gradient(self, gradient: Tensor | None) -> None:
         """Give each piece its part of the shard of the reduced gradient, or none."""
-        parts = [None] * len(self._places) if gradient is None else gradient.split(self._lengths)
+        parts = [None] * len(self.places) if gradient is None else gradient.split(self._lengths)
         for piece, part in zip(self.pieces.values(), parts, strict=False):  # the last part is padding
             piece.grad = part
-
-    def set_updated_gradients(self, gradient: Tensor | None) -> None:
-        """Give the optimizer the shard of the reduced gradient in host memory, or take it away."""
-        for place, (parameter, piece) in zip(self._places, self.updated.items(), strict=True):
-            is_there = gradient is not None and self.pieces[parameter].grad is not None
-            piece.grad = gradient[place.start : place.end] if is_there else None  # type: ignore[index]

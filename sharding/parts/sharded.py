@@ -75,8 +75,8 @@ class ShardedStrategy(Strategy):
         optimizer = require_elementwise(super().build_optimizer(make_optimizer), self.options.elementwise)
         parts = {
             parameter: OptimizerPart(piece, start)
-            for flat in (bucket.flat for bucket in self.buckets)
-            for (parameter, piece), start in zip(flat.updated.items(), flat.first_elements(), strict=True)
+            for bucket in self.buckets
+            for parameter, piece, start in bucket.flat.parts()
         }
         require_given_up(hand_over(optimizer, parts), self.trainable)
         self._in_shards = {p: GradientInShards.of(p) for bucket in self.buckets for p in bucket.flat.parameters}
@@ -137,6 +137,10 @@ class ShardedStrategy(Strategy):
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
+    def pieces(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """What of each parameter is in the shards. Its gradient is the reduced one."""
+        return (item for bucket in self.buckets for item in bucket.flat.pieces.items())
+
     def take_gradients(self) -> None:
         """Hand the reduced shards to the optimizer, when their sums over replicas are here."""
         if any(parameter.grad is not None for bucket in self.buckets for parameter in bucket.flat.parameters):
@@ -149,7 +153,7 @@ class ShardedStrategy(Strategy):
         super().zero_grad(set_to_none)
         self._has_zeros = not set_to_none
         if self.host_update is not None:  # the optimizer holds no gradients
-            for piece in (piece for bucket in self.buckets for piece in bucket.flat.pieces.values()):
+            for _, piece in self.pieces():
                 if piece.grad is not None:
                     piece.grad = None if set_to_none else piece.grad.zero_()
         self._forget_gradients()
@@ -163,15 +167,14 @@ class ShardedStrategy(Strategy):
             parameter.grad = None
 
     def holding(self) -> set[nn.Parameter]:
-        pieces = (item for bucket in self.buckets for item in bucket.flat.pieces.items())
-        return {parameter for parameter, piece in pieces if piece.grad is not None}
+        return {parameter for parameter, piece in self.pieces() if piece.grad is not None}
 
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         super().drop_gradients(parameters)
         self._unused = set(parameters)
-        for bucket in self.buckets if parameters else ():
-            for parameter in self._unused & bucket.flat.pieces.keys():
-                bucket.flat.pieces[parameter].grad = None
+        for parameter, piece in self.pieces() if parameters else ():
+            if parameter in self._unused:
+                piece.grad = None
         for parameter, gradient in self._in_shards.items():
             if parameter not in self._unused:
                 parameter.grad = gradient
@@ -186,15 +189,11 @@ class ShardedStrategy(Strategy):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As all strategies do; padding is left out, since 0 times a factor that is NaN would stay there for good."""
-        pieces = [piece.grad for bucket in self.buckets for piece in bucket.flat.pieces.values()]
-        scaled = [gradient for gradient in pieces if gradient is not None]
+        scaled = [piece.grad for _, piece in self.pieces() if piece.grad is not None]
         return clip_parts(scaled, max_norm, self.everyone, self.device, list(self.gradient_share()))
 
     def _gradients_of_owned(self) -> Iterator[Tensor]:
-        for bucket in self.buckets:
-            for parameter, piece in bucket.flat.pieces.items():
-                if piece.grad is not None and self.speaks_for(parameter):
-                    yield piece.grad
+        return (p.grad for parameter, p in self.pieces() if p.grad is not None and self.speaks_for(parameter))
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         own = (gradient for gradient in super().gradient_tensors() if not isinstance(gradient, GradientInShards))
@@ -270,11 +269,7 @@ class ShardedStrategy(Strategy):
     def _pieces_of(self, flats: Iterable[FlatParameters]) -> list[Piece]:
         """This rank's shards, cut where one parameter ends and the next begins."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return [
-            Piece(names[parameter], start, piece)
-            for flat in flats
-            for (parameter, piece), start in zip(flat.updated.items(), flat.first_elements(), strict=True)
-        ]
+        return [Piece(names[parameter], start, piece) for flat in flats for parameter, piece, start in flat.parts()]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self.finish_parameter_synchronization()

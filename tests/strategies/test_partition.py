@@ -10,7 +10,7 @@ from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.communication.consistency import require_own_memory
 from sharding.options.embeddings import find_embeddings
-from sharding.parts.flat import ALIGNMENT, group_by_kind, lay_out
+from sharding.parts.flat import ALIGNMENT, Layout, group_by_kind
 from sharding.parts.order import merge_orders
 from sharding.parts.plan import around_units, plan_units
 from tests.models import build
@@ -22,7 +22,7 @@ shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8
 @given(shapes, st.integers(1, 9))
 def test_every_element_has_one_owner(shapes, world_size):
     """Reading all pieces of all ranks in order gives back the parameters (TRAPS 14)."""
-    layout = lay_out(shapes, world_size, item_bytes=4)
+    layout = Layout(shapes, world_size, item_bytes=4)
     parameters = [torch.rand(shape) for shape in shapes]
     flat = torch.zeros(layout.padded_numel)
     for slot, parameter in enumerate(parameters):
@@ -39,7 +39,7 @@ def test_every_element_has_one_owner(shapes, world_size):
 @given(shapes, st.integers(1, 9), st.sampled_from((1, 2, 4, 8, 16)))
 def test_shards_are_balanced_by_elements(shapes, world_size, item_bytes):
     """All shards are of one size, less than 16 bytes above an even share (TRAPS 16), and begin at such a boundary."""
-    layout = lay_out(shapes, world_size, item_bytes)
+    layout = Layout(shapes, world_size, item_bytes)
     assert layout.numel == sum(torch.Size(shape).numel() for shape in shapes)
     assert 0 <= (layout.shard_numel - layout.numel / world_size) * item_bytes < ALIGNMENT
     assert layout.shard_numel * item_bytes % ALIGNMENT == 0
