@@ -11,7 +11,7 @@ REGISTRY = Registry(
         "simple_ddp": ("ddp.simple_ddp:SimpleDDP", "the same, but each gradient all-reduced after backward"),
         "zero1": ("sharding.zero1:Zero1", "layers cut over tp; optimizer states sharded over dp"),
         "zero2": ("sharding.zero2:Zero2", "gradients too"),
-        "zero3": ("sharding.zero3:Zero3", "parameters too"),
+        "zero3": ("sharding.options.any_order:Zero3InAnyOrder", "parameters too"),
         "pytorch_tp": ("reference.pytorch_tp:PyTorchTP", "parallelize_module, without dp"),
         "pytorch_fsdp_tp": ("reference.pytorch_tp:PyTorchFSDPTP", "parallelize_module, with fully_shard over dp"),
         "transformers_ep": ("reference.transformers_ep:TransformersEP", "transformers' AllToAllEP, with fully_shard"),

@@ -28,6 +28,7 @@ from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.precision import DTYPES, autocast, bring_to
+from ddp_lab.strategy.registry import found_at
 from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import local
 from tensor_parallel.parallelize import parallelize
@@ -93,14 +94,15 @@ NAMES = list(dict.fromkeys((*ddp.CHOICES, *(n for n in sharding.CHOICES if n != 
 """Every registered strategy without a mesh; `baseline` is `bucket_ddp_async`."""
 FAMILIES = ["simple_ddp", "bucket_ddp_async", "pytorch_ddp", "zero1", "zero2", "zero3", "pytorch_zero3"]
 """One of each kind."""
-for_each_choice = pytest.mark.parametrize("choice", NAMES)
 IN_OWN_LOOPS = [name for name in NAMES if not name.startswith("deepspeed")]
 """Those that run in loops that are not the runner's."""
 in_own_loops = pytest.mark.parametrize("choice", IN_OWN_LOOPS)
 over_own_loops = each_row("choice", IN_OWN_LOOPS)
 
 
-load = EVERY.load
+def load(choice: str) -> Any:
+    """A registered choice, or the class at `package.module:Class`."""
+    return found_at(choice) if ":" in choice else EVERY.load(choice)
 
 
 def options_of(choice: str, **given: Any) -> StrategyOptions:

@@ -33,7 +33,7 @@ FORK_SERVER.set_forkserver_preload(
         "ddp_lab.runtime.run",
         "peft",
         "pipeline_parallel.parallelize",
-        "sharding.zero3",
+        "sharding.options.any_order",
         "tensor_parallel.parallelize",
         "torch._dynamo",
         "torch.distributed.fsdp",
@@ -144,9 +144,8 @@ def kept_groups() -> set[Any]:
     """Groups that later jobs use again."""
     import torch.distributed as dist
 
-    roots, sides = groups._groups_of_roots, groups._side_groups
-    kept = {one for group, of_roots in roots.items() if group is dist.group.WORLD for one in of_roots}
-    return kept | {one for group, one in sides.items() if group is dist.group.WORLD}
+    world = dist.group.WORLD
+    return {*groups._groups_of_roots.get(world, ()), groups._side_groups.get(world)}
 
 
 def serve(connection: Connection, group: str, rank: int, world_size: int, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Which modules form a unit: the blocks that repeat, and what is around them."""
+"""Which modules form a unit: the blocks that repeat, what is around them, and among this the embeddings."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -53,17 +53,33 @@ def around_units(
     Args:
         apart: Parameters that belong to none of the two, such as embeddings in a unit of their own.
     """
-    taken = {id(p) for plan in plans for p in plan.parameters}
-    set_apart = {id(p) for p in apart}
-    before: list[nn.Parameter] = []
-    after: list[nn.Parameter] = []
+    in_units, apart = {p for plan in plans for p in plan.parameters}, set(apart)
+    before, after = list[nn.Parameter](), list[nn.Parameter]()
     current = before
     for parameter in module.parameters():
-        if id(parameter) in taken:
+        if parameter in in_units:
             current = after
-        elif id(parameter) not in set_apart:
+        elif parameter not in apart:
             current.append(parameter)
     return before, after
+
+
+def find_embeddings(module: nn.Module, plans: Iterable[UnitPlan]) -> UnitPlan:
+    """The embeddings outside of all other units.
+
+    Not those that share their weight with another module, or that change it in forward (`max_norm`).
+    """
+    in_units, uses = {p for plan in plans for p in plan.parameters}, uses_of_parameters(module)
+    embeddings: list[nn.Module] = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding)
+        and type(layer).forward is nn.Embedding.forward
+        and layer.max_norm is None
+        and layer.weight not in in_units
+        and uses[id(layer.weight)] == 1
+    ]
+    return UnitPlan(embeddings, [p for layer in embeddings for p in layer.parameters(recurse=False)])
 
 
 def segments(module: nn.Module, with_frozen: bool) -> Iterator[list[nn.Parameter]]:

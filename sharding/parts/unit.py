@@ -1,11 +1,13 @@
 """A unit of ZeRO-3: modules whose parameters are whole only while they are needed.
 
 At rest a unit holds this rank's shard of its parameters. `unshard` starts the all-gather that makes them whole,
-`wait_for_unshard` waits for it, and `reshard` frees the whole parameters again.
+`wait_for_unshard` waits for it, and `reshard` frees the whole parameters again. A `Schedule` does that to units in an
+order that is the same on all ranks.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.communication.collectives import Pending, all_gather
-from sharding.options.low_precision import LowPrecisionWeights
 from sharding.options.placement import Placement
 from sharding.options.replicas import ShardRanks
 from sharding.parts.flat import FlatParameters, group_by_kind
@@ -29,8 +30,7 @@ class ShardedParameters(FlatParameters):
     is valid again in backward. In between, each parameter is a NaN in its own shape: a read by mistake gives NaN, and a
     write is refused.
 
-    Attributes:
-        forget: Frees the unit before its shard changes.
+    `forget` frees the unit before its shard changes.
     """
 
     forget: Callable[[], None]
@@ -50,7 +50,8 @@ class ShardedParameters(FlatParameters):
 
     def unshard(self) -> Pending:
         """Start to gather the full tensor. `use_full` must follow when it has arrived."""
-        self.allocate()
+        self.require_in_place()
+        self.full.untyped_storage().resize_(self.full_bytes)
         return all_gather(self.full, self.group, self.shard if self._resting is None else self._resting)
 
     def use_full(self) -> None:
@@ -63,10 +64,6 @@ class ShardedParameters(FlatParameters):
             parameter.data = placeholder
         self._versions = [parameter._version for parameter in self.parameters]
         self.full.untyped_storage().resize_(0)
-
-    def storages(self) -> list[int]:
-        """Of the parameters, whole or not. They stay the same."""
-        return [storage_of(self.full), storage_of(self._placeholders[0])]
 
     def shard_has_changed(self) -> None:
         self.forget()  # what was gathered before is not used any more
@@ -82,14 +79,8 @@ class ShardedParameters(FlatParameters):
     def tensors(self) -> list[Tensor]:
         return super().tensors() if self._resting is None else [self.full, self._resting]
 
-    def allocate(self) -> None:
-        """Make room for the full tensor."""
-        self.require_in_place()
-        self.full.untyped_storage().resize_(self.full_bytes)
-
     def require_in_place(self) -> None:
-        """Check that nobody has given the parameters other values between steps.
-
+        """
         Raises:
             UnsupportedError: a parameter's `.data` has been replaced since it was resharded, or a parameter of one
                 element, which torch lets one write, was changed.
@@ -108,83 +99,32 @@ def tensors_with_gradient(tree: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
 
 
-def storage_of(tensor: Tensor) -> int:
-    """What tells the storage of a tensor from others."""
-    return tensor.untyped_storage()._cdata
+IN_FLIGHT = 2
+"""Units whose gradients may be on their way at once. With a single one, backward would wait for the link whenever a
+reduction takes longer than the time until the next unit's first gradient."""
 
 
 class Unit:
-    """Modules that are unsharded together.
-
-    Args:
-        parameters: Those of `modules`, in one or more parts that share no flat tensor (the root has two).
-        ranks_of: Which ranks hold the shards of a parameter.
-        placement: Of parameters and gradients.
-        casts: The modules run under autocast.
+    """Modules that are unsharded together: `parameters` of `modules`, in one flat tensor for each dtype and device.
 
     Attributes:
-        flats: The flat parameters, one for each part, dtype and device.
-        buckets: The gradients of the flat parameters that train.
-        low_precision: Copies of weights, which are here when the parameters are.
-        running: How many of the modules are in their forward pass now.
-        awaited_inputs: Gradients of the modules' inputs that backward has still to make, where frozen parameters are
-            read for them. Until then the unit stays whole, although it has all gradients of its trainable parameters.
-            -1: not known before a checkpoint computes the modules again.
-        given: The inputs of the module that runs now, and their versions.
+        buckets: The gradients of those `flats` that train.
+        stays: The unit stays whole behind its gradients, because another micro-batch follows.
     """
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        parameters: Sequence[Sequence[nn.Parameter]],
-        ranks_of: RanksOf,
-        placement: Placement,
-        casts: bool = False,
+        self, modules: Sequence[nn.Module], parameters: Iterable[nn.Parameter], ranks_of: RanksOf, placement: Placement
     ) -> None:
         self.modules = list(modules)
-        kinds = [kind for part in parameters for kind in group_by_kind((p for p in part if p.numel()), ranks_of)]
+        kinds = group_by_kind((p for p in parameters if p.numel()), ranks_of)
         self.flats = [ShardedParameters(kind, ranks_of(kind[0]), placement) for kind in kinds]
         self.buckets = [ShardedGradientBucket(flat, placement.reduce_dtype) for flat in self.flats if flat.trainable]
-        layers = [layer for module in modules for layer in module.modules()] if casts else []
-        self.low_precision = LowPrecisionWeights(layers, {p for flat in self.flats for p in flat.parameters})
-        self.has_frozen = not all(flat.trainable for flat in self.flats)
+        self.has_frozen = len(self.buckets) < len(self.flats)
         self.is_sharded = True
-        self.begin_forward()
         self._gathers: list[Pending] | None = None
         for flat in self.flats:
             flat.forget = self.forget
-
-    def begin_forward(self) -> None:
-        self.running = self.awaited_inputs = 0
-        self.given: list[tuple[Tensor, int]] = []
-        self.low_precision.begin_forward()
-
-    def forget(self) -> None:
-        """No backward pass follows on a forward pass so far."""
-        self.reshard()
-        self.begin_forward()
-
-    def await_inputs(self, inputs: Any, computes_again: bool, then: Callable[[], None]) -> None:
-        """Where frozen parameters are read for gradients of a module's inputs, await these. `then` runs behind each."""
-        if not self.has_frozen or (computes_again and self.awaited_inputs >= 0):  # awaited since forward
-            return
-
-        def on_gradient(_: Tensor) -> None:
-            self.awaited_inputs -= 1
-            then()
-
-        leaves = tensors_with_gradient(inputs)
-        self.awaited_inputs = max(self.awaited_inputs, 0) + len(leaves)
-        for leaf in leaves:
-            leaf.register_hook(on_gradient)
-        if not (self.awaited_inputs or torch.is_grad_enabled()):
-            self.awaited_inputs = -1
-
-    def made_of(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Those that the module that has run made or changed. What it hands on, such as T5's position bias, gets its
-        gradient when backward is at the unit that made it, long behind this one."""
-        given, self.given = self.given, []
-        return [one for one in outputs if not any(one is two and one._version == was for two, was in given)]
+        self.forget()
 
     def unshard(self) -> None:
         """Start to gather the parameters, unless they are here or on their way."""
@@ -199,23 +139,97 @@ class Unit:
                 pending.wait()
                 flat.use_full()
             self._gathers = None
-            self.low_precision.restore()
-
-    def take_part(self) -> None:
-        """Send this rank's shard to ranks that need the unit now. Here it stays as it is."""
-        if self.is_sharded:
-            self.unshard()
-            self.reshard()
-        else:
-            self.wait_for_unshard()
-            for flat in self.flats:
-                all_gather(flat.full, flat.group).wait()  # what arrives is here already
 
     def reshard(self) -> None:
         """Free the whole parameters; this rank keeps its shard."""
         if not self.is_sharded:
             self.wait_for_unshard()
-            self.low_precision.free()
             for flat in self.flats:
                 flat.reshard()
             self.is_sharded = True
+
+    def forget(self) -> None:
+        """No backward pass follows on a forward pass so far."""
+        self.reshard()
+        self.stays = False
+
+    @property
+    def has_all_gradients(self) -> bool:
+        return not any(bucket.missing for bucket in self.buckets)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether backward is through with the parameters when it has all gradients: frozen ones have none."""
+        return not (self.stays or self.has_frozen)
+
+
+class Action(NamedTuple):
+    """`unshard`: all-gather parameters. `reduce`: free them and reduce-scatter gradients. `reshard`: only free."""
+
+    kind: Literal["unshard", "reduce", "reshard"]
+    unit: Unit
+
+
+class Schedule:
+    """The actions of a pass that are still to come. All ranks issue the same collectives in the same order: one that
+    skips a unit issues its actions when it comes to a later one.
+
+    Attributes:
+        in_flight: Units whose gradients are being reduced, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.begin([])
+
+    def begin(self, actions: Iterable[Action]) -> None:
+        """Begin a pass. What is in flight was abandoned."""
+        self.to_come = deque(actions)
+        self.in_flight: list[Unit] = []
+
+    def issue_next(self) -> None:
+        kind, unit = self.to_come.popleft()
+        if kind == "unshard":
+            unit.unshard()
+            return
+        self.make_room()
+        if unit.is_over:
+            unit.reshard()
+        if kind == "reduce":
+            for bucket in unit.buckets:
+                bucket.start_reduction()
+            self.in_flight.append(unit)
+
+    def issue_rest(self) -> None:
+        while self.to_come:
+            self.issue_next()
+
+    def unshard(self, *units: Unit) -> None:
+        """Issue their all-gathers and all actions before, unless that is done. Reductions among them may miss gradients
+        of parameters that this rank did not use."""
+        for unit in units:
+            while Action("unshard", unit) in self.to_come:
+                self.issue_next()
+
+    def prefetch(self) -> None:
+        """Issue the next action, if it is an all-gather."""
+        if self.to_come and self.to_come[0].kind == "unshard":
+            self.issue_next()
+
+    def reduce_what_is_ready(self) -> None:
+        """Issue the reductions that come next, as long as backward is through with their units."""
+        while self.to_come and self.to_come[0].kind != "unshard" and self.to_come[0].unit.has_all_gradients:
+            self.issue_next()
+
+    def expects(self, unit: Unit) -> bool:
+        """Whether gradients of `unit` may still come."""
+        return any(action.unit is unit and action.kind != "unshard" for action in self.to_come)
+
+    def make_room(self) -> None:
+        """Wait until another unit's gradients may be made."""
+        self.finish_reductions(IN_FLIGHT - 1)
+
+    def finish_reductions(self, left: int = 0) -> None:
+        """Wait for the oldest reduce-scatters until those of `left` units are in flight, and free their gradients."""
+        while len(self.in_flight) > left:
+            for bucket in self.in_flight.pop(0).buckets:
+                bucket.finish_reduction()

@@ -58,7 +58,7 @@ def copies_in_use(model: str, by_autocast: bool, precision: str) -> tuple[dict[s
     with mock.patch.object(LowPrecisionWeights, "_use", lambda *_: None) if by_autocast else nullcontext():
         options = StrategyOptions(precision=precision, loss_scale=2.0**8)
         strategy = load("zero3")(module, OPTIMIZERS["adam"], options)
-        units, held = strategy.schedule.units, []
+        units, held = strategy.units, []
 
         def count() -> int:
             copies = [copy for unit in units for copy in unit.low_precision._copies.values()]

@@ -1,6 +1,6 @@
 """What a strategy holds, to the byte or as its formula says: at rest, in a step, on the device and on the host."""
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,21 +32,17 @@ def at_rest(case: Case) -> dict[str, Any]:
 
 
 HSDP = "replicate=2,shard=2"
-COMPILED = Case("zero3", "llama", options={"compile_backend": "aot_eager"}, optimizer="adam")
+of_adam = partial(Case, model="llama", optimizer="adam")
+COMPILED = of_adam("zero3", options={"compile_backend": "aot_eager"})
 CASES = [
-    *(
-        Case(name, "llama", mesh, optimizer="adam")
-        for name, mesh in (("zero2", HSDP), ("zero3", HSDP), ("zero1", "dp=3"))
-    ),
-    *(
-        Case(name, "llama", options=options, optimizer="adam")
-        for name, options in (
-            *(("zero1", BF16), ("zero3", BF16), ("pytorch_zero3", BF16), ("pytorch_zero2", {"reduce_dtype": "bf16"})),
-            *(("zero1", {"offload": "optimizer"}), ("zero2", {"offload": "optimizer:FOLDER"})),
-            *(("zero3", BF16 | {"offload": "parameters"}), ("pytorch_zero2", {"offload": "parameters"})),
-        )
-    ),
-    *(Case(name, LORA, optimizer="adam") for name in ("baseline", "zero3", "pytorch_zero3")),
+    *(of_adam(name, mesh=mesh) for name, mesh in (("zero2", HSDP), ("zero3", HSDP), ("zero1", "dp=3"))),
+    *(of_adam(name, options=BF16) for name in ("zero1", "zero3", "pytorch_zero3")),
+    of_adam("pytorch_zero2", options={"reduce_dtype": "bf16"}),
+    of_adam("zero1", options={"offload": "optimizer"}),
+    of_adam("zero2", options={"offload": "optimizer:FOLDER"}),
+    of_adam("zero3", options=BF16 | {"offload": "parameters"}),
+    of_adam("pytorch_zero2", options={"offload": "parameters"}),
+    *(of_adam(name, model=LORA) for name in ("baseline", "zero3", "pytorch_zero3")),
 ]
 
 
@@ -54,11 +50,7 @@ CASES = [
 def test_memory_is_as_the_formulas_say(ranks: RankPool, cases, tmp_path):
     """Padding and Adam's counters aside."""
     for case in cases:
-        options = {
-            name: str(v).replace("FOLDER", str(tmp_path)) if name == "offload" else v
-            for name, v in case.options.items()
-        }
-        for found in ranks.run(case.of.size, at_rest, replace(case, options=options)):
+        for found in ranks.run(case.of.size, at_rest, case.within(str(tmp_path))):
             for component, expected in found["expected"].items():
                 assert 0.98 * expected <= found["held"][component] <= 1.1 * expected + 400, (case, component)
             expected, held = found["host"]
@@ -68,7 +60,7 @@ def test_memory_is_as_the_formulas_say(ranks: RankPool, cases, tmp_path):
 @each_row("name", ["simple_ddp", "flat_ddp", "bucket_ddp_async", "pytorch_ddp", "pytorch_ddp_plain"])
 def test_replicated(ranks: RankPool, name):
     """4 bytes an element each for parameters and gradients, 8 for Adam, and Adam's 4-byte step counter a tensor."""
-    elements, tensors = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1, 6
+    elements, tensors = ModelSize.of(build("plain")).elements, 6
     for found in ranks.run(2, at_rest, Case(name, optimizer="adam")):
         assert found["held"] == {
             "parameters": 4 * elements,
@@ -94,47 +86,13 @@ def test_sharded(ranks: RankPool, name, mesh, precision):
                 held = min(start + size, (rank % parts + 1) * shard) - max(start, rank % parts * shard)
                 states += 8 * held + 4 if held > 0 else 0
                 start += size
-        assert sum(map(sum, found["flats"])) == sum(p.numel() for p in build("plain").parameters())
+        assert sum(map(sum, found["flats"])) == ModelSize.of(build("plain")).elements
         assert found["held"] == {
             "parameters": 4 * (sum(shards) if name == "zero3" else padded),
             "gradients": 4 * (padded if name == "zero1" else sum(shards)),
             "optimizer_state": states,
             "buffers": 0,
         }
-
-
-def parameters_in_use(micro_batches: int) -> tuple[int, int, int, int, int]:
-    """Most bytes of full parameters, and of all model states beyond rest; the root's, a block's, those at an update."""
-    strategy: Any = built("zero3", "deep", "adam")
-    root, block = (sum(flat.full_bytes for flat in unit.flats) for unit in (strategy.root, strategy.schedule.units[0]))
-    one_step(strategy, [batch(2, i) for i in range(micro_batches)])
-    at_rest = sum(strategy.memory_breakdown().values())
-    full, held = [], []
-
-    def look(*_: object):
-        full.append(sum(flat.full.untyped_storage().nbytes() for flat in strategy.flats))
-        received = sum(b.flat.full_bytes for buckets in strategy.schedule.in_flight for b in buckets if b.in_flight)
-        held.append(sum(strategy.memory_breakdown().values()) + received // 2)  # what a scatter of two ranks receives
-
-    for layer in strategy.module.modules():
-        layer.register_forward_pre_hook(look)
-        layer.register_forward_hook(look)
-        layer.register_full_backward_hook(look)
-    for parameter in strategy.module.parameters():
-        parameter.register_post_accumulate_grad_hook(look)
-    strategy.optimizer.register_step_pre_hook(look)  # behind it nothing of before the update is kept anyway
-    one_step(strategy, [batch(2, i) for i in range(micro_batches)])
-    return max(full), max(held) - at_rest, root, block, full[-1]
-
-
-@each_row("micro_batches", [1, 2])
-def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches):
-    for full, beyond_rest, root, block, left in ranks.run(2, parameters_in_use, micro_batches):
-        # Parts of the root of 6 * 20 + 20 and 20 + 1 elements, and 20 * 20 + 20: each padded to twice 4 elements.
-        assert (root, block) == (4 * (144 + 24), 4 * 424)
-        assert root + block < full <= root + 2 * block
-        assert beyond_rest <= root + 6 * block, "of two: parameters, gradients, their sum with what is received"
-        assert left == 0
 
 
 def embedding_in_backward(reads: str) -> set[int]:

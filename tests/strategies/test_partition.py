@@ -9,10 +9,9 @@ from torch import nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.communication.consistency import require_own_memory
-from sharding.options.embeddings import find_embeddings
+from sharding.options.order import merge_orders
 from sharding.parts.flat import ALIGNMENT, Layout, group_by_kind
-from sharding.parts.order import merge_orders
-from sharding.parts.plan import around_units, plan_units
+from sharding.parts.plan import around_units, find_embeddings, plan_units
 from tests.models import build
 from tests.tables import each_row
 

@@ -17,7 +17,7 @@ from ddp_lab.strategy import replicated
 from ddp_lab.strategy.communication.collectives import free
 from pipeline_parallel.channels import Channel, Receipt
 from sharding.options.arrivals import Arrivals
-from sharding.options.embeddings import Embeddings
+from sharding.options.units import Embeddings
 from sharding.parts.gradient_buckets import GradientBucket, ShardedGradientBucket
 from sharding.parts.unit import Unit
 

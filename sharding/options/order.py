@@ -10,15 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.utils import checkpoint
 
 from ddp_lab.strategy.module_hooks import ModuleHook
-from sharding.parts.gradient_buckets import ShardedGradientBucket
-from sharding.parts.unit import Unit
+from sharding.options.units import Block
+from sharding.parts.unit import Action, Unit
 
 Run = tuple[int, int | None]
 """The index of a unit, and the number of the outermost activation checkpoint around it."""
@@ -29,40 +29,28 @@ DIFFERS = (
 )
 
 
-class AgreedOrder(NamedTuple):
-    """What all ranks agree on.
-
-    Attributes:
-        runs: Units in the order in which they run in forward. A unit that runs twice is there twice. Those that an
-            activation checkpoint may compute again before any of their backward passes are in one list.
-        head_buckets: Gradients of the root that backward makes before those of all other units.
-        embeddings_saved: Whether autograd has saved an embedding's weight for backward on any rank.
-        notes: What the user should know.
-    """
-
-    runs: list[list[Unit]]
-    head_buckets: tuple[ShardedGradientBucket, ...]
-    embeddings_saved: bool
-    notes: list[str]
-
-
 class ExecutionOrder:
     """Notes which modules run.
 
     Args:
         module: The whole model.
+        root: The root's units.
         units: In registration order, all but the root and the embeddings.
 
     Attributes:
         latest: The unit that has begun last in this forward pass.
+        runs: Units in the order in which they run in forward. A unit that runs twice is there twice. Those that an
+            activation checkpoint may compute again before any of their backward passes are in one list.
+        heads: Units of the root whose gradients backward makes before those of all other units.
         differs: Ranks run the same units in different orders, or a different number of times.
     """
 
-    def __init__(self, module: nn.Module, root: Unit, units: Sequence[Unit]) -> None:
+    def __init__(self, module: nn.Module, root: Sequence[Unit], units: Sequence[Block]) -> None:
         self._module, self._root, self._units = module, root, list(units)
         self.is_agreed = self.differs = False
+        self.runs, self.heads = [[unit] for unit in units], list[Unit]()
         self._agreed: list[int] = []
-        self._visits_needed: dict[Unit, float] = dict.fromkeys(units, 1)
+        self._visits_needed: dict[Block, float] = dict.fromkeys(units, 1)
         self._checkpoint: FrameType | None = None
         self._checkpoints = 0
         self._ran: list[tuple[nn.Module, int | None]] = []
@@ -74,15 +62,15 @@ class ExecutionOrder:
 
     def begin_forward(self) -> None:
         self._ran.clear()
-        self._visits: defaultdict[Unit, int] = defaultdict(int)
-        self.latest: Unit | None = None
+        self._visits: defaultdict[Block, int] = defaultdict(int)
+        self.latest: Block | None = None
 
-    def begin(self, unit: Unit) -> None:
+    def begin(self, unit: Block) -> None:
         """A module of `unit` runs next."""
         self._visits[unit] += unit is not self.latest
         self.latest = unit
 
-    def is_over(self, unit: Unit) -> bool:
+    def is_over(self, unit: Block) -> bool:
         """Whether `unit` may be freed when a later one runs.
 
         Before the ranks agree, one that was passed over may still run. Afterwards, not before it has run as often as
@@ -96,11 +84,11 @@ class ExecutionOrder:
         self._checkpoint = frame
         self._ran.append((module, None if frame is None else self._checkpoints))
 
-    def agree(self, embeddings_saved: bool, group: dist.ProcessGroup) -> AgreedOrder:
-        """Make this rank's first forward pass known. Collective, once.
+    def agree(self, embeddings_saved: bool, group: dist.ProcessGroup) -> bool:
+        """Make this rank's first forward pass known, and follow that of all. Collective, once.
 
-        Args:
-            embeddings_saved: Whether autograd has saved an embedding's weight on this rank.
+        Returns:
+            Whether autograd has saved an embedding's weight on any rank (on this rank: `embeddings_saved`).
         """
         for hook in self._hooks:
             hook.remove()
@@ -108,7 +96,7 @@ class ExecutionOrder:
         index_of = {member: index for index, unit in enumerate(self._units) for member in unit.modules}
         runs = [(index_of[member], number) for member, number in self._ran if member in index_of]
         seen: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(seen, (runs, self._head_buckets(), embeddings_saved), group)
+        dist.all_gather_object(seen, (runs, self._heads(), embeddings_saved), group)
         every: list[list[Run]] = [runs for runs, *_ in seen]
         orders = [visits(index for index, _ in runs) for runs in every]
         agreed = merge_orders(orders, len(self._units))
@@ -119,32 +107,28 @@ class ExecutionOrder:
             is_kept = self.differs or index == agreed[-1]
             self._visits_needed[unit] = float("inf") if is_kept else times[index] if times[index] > 1 else 0
         parts = [[index] for index in agreed] if self.differs else joined(agreed, every)
-        return AgreedOrder(
-            runs=[[self._units[index] for index in part] for part in parts],
-            head_buckets=tuple(self._root.buckets[index] for index in seen[0][1]),
-            embeddings_saved=any(saved for *_, saved in seen),
-            notes=[DIFFERS] * self.differs,
-        )
+        self.runs = [[self._units[index] for index in part] for part in parts]
+        self.heads = [self._root[index] for index in seen[0][1]]
+        return any(saved for *_, saved in seen)
 
-    def following(self, unit: Unit) -> str:
+    def following(self, unit: Block) -> str:
         """The name of what runs after `unit` as agreed."""
         here = len(self._agreed) - self._agreed[::-1].index(self._units.index(unit))
         return self.name(self._units[self._agreed[here]]) if here < len(self._agreed) else "the end of forward"
 
-    def name(self, unit: Unit) -> str:
+    def name(self, unit: Block) -> str:
         return next(name for name, module in self._module.named_modules() if module in unit.modules)
 
-    def _head_buckets(self) -> list[int]:
-        """Which buckets of the root belong to modules that ran after all units."""
+    def _heads(self) -> list[int]:
+        """Which units of the root belong to modules that ran after all blocks."""
         ran = [member for member, _ in self._ran]
         of_units = {member for unit in self._units for member in unit.modules}
         end = max((time for time, member in enumerate(ran) if member in of_units), default=len(ran))
         after = set(ran[end + 1 :]) - set(ran[: end + 1])
-        others = [module for module in self._module.modules() if module not in after]
-        early = {
-            p for module in others for p in module.parameters(recurse=False)
-        }  # among them weights tied to the head
-        return [index for index, bucket in enumerate(self._root.buckets) if early.isdisjoint(bucket.flat.parameters)]
+        before = (module for module in self._module.modules() if module not in after)
+        early = {p for module in before for p in module.parameters(recurse=False)}  # weights tied to the head, too
+        trained = ([p for bucket in unit.buckets for p in bucket.flat.parameters] for unit in self._root)
+        return [index for index, parameters in enumerate(trained) if parameters and early.isdisjoint(parameters)]
 
 
 def outermost_checkpoint() -> FrameType | None:
@@ -204,3 +188,25 @@ def joined(merged: Sequence[int], orders: Sequence[Sequence[Run]]) -> list[list[
         else:
             parts.append([index])
     return parts
+
+
+def in_backward(runs: Sequence[Sequence[Unit]]) -> list[Action]:
+    """The actions of backward behind a forward pass in which units run so (`ExecutionOrder.runs`). The last is whole.
+
+    Unit i-1 is unsharded before unit i is reduced. A unit that runs several times is unsharded once and reduced after
+    its earliest run: forward runs 1, 2, 1 give unshard 2, reduce 2, reduce 1. Where a checkpoint goes around units k to
+    m, backward runs them forwards first: unshard k, ..., m; reduce m, ..., k.
+    """
+    actions: list[Action] = []
+    latest: list[Action] = []
+    whole = {runs[-1][-1]} if runs else set()
+    for index, part in reversed(list(enumerate(runs))):
+        unshards = [Action("unshard", unit) for unit in dict.fromkeys(part) if unit not in whole]
+        whole.update(part)
+        actions += [*unshards[:1], *latest, *unshards[1:]]
+        earlier = {unit for before in runs[:index] for unit in before}
+        done = [unit for place, unit in enumerate(part) if unit not in earlier and unit not in part[:place]]
+        reductions = [Action("reduce", unit) for unit in reversed(done)]
+        actions += reductions[:-1]
+        latest = reductions[-1:]
+    return [*actions, *latest]

@@ -1,0 +1,150 @@
+"""Units that models need beyond the plain ones of ZeRO-3: blocks that run in any order, and embeddings."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_lab.runtime.errors import OneRankError
+from ddp_lab.strategy.communication.collectives import all_gather
+from ddp_lab.strategy.replicated import references
+from sharding.options.low_precision import LowPrecisionWeights
+from sharding.parts.unit import Unit, tensors_with_gradient
+
+RELEASE_S = 0.1
+"""Seconds within which a backend's thread drops a tensor that it has finished with."""
+
+
+class Block(Unit):
+    """A unit that may run several times, be computed again by an activation checkpoint, and hold frozen parameters.
+
+    Attributes:
+        low_precision: Copies of weights, which are here when the parameters are.
+        running: How many of the modules are in their forward pass now.
+        awaited_inputs: Gradients of the modules' inputs that backward has still to make, where frozen parameters are
+            read for them. Until then the unit stays whole, although it has all gradients of its trainable parameters.
+            -1: not known before a checkpoint computes the modules again.
+        given: The inputs of the module that runs now, and their versions.
+    """
+
+    low_precision = LowPrecisionWeights((), ())
+
+    def cast_weights(self) -> None:
+        """Make autocast's copies of weights from now on."""
+        layers = [layer for module in self.modules for layer in module.modules()]
+        self.low_precision = LowPrecisionWeights(layers, {p for flat in self.flats for p in flat.parameters})
+
+    def begin_forward(self) -> None:
+        self.running = self.awaited_inputs = 0
+        self.given: list[tuple[Tensor, int]] = []
+        self.low_precision.begin_forward()
+
+    def forget(self) -> None:
+        super().forget()
+        self.begin_forward()
+
+    def wait_for_unshard(self) -> None:
+        is_new = self._gathers is not None
+        super().wait_for_unshard()
+        if is_new:
+            self.low_precision.restore()
+
+    def reshard(self) -> None:
+        if not self.is_sharded:
+            self.wait_for_unshard()
+            self.low_precision.free()
+            super().reshard()
+
+    @property
+    def has_all_gradients(self) -> bool:
+        return not self.awaited_inputs and super().has_all_gradients
+
+    @property
+    def is_over(self) -> bool:
+        return True  # the inputs' gradients are awaited for the frozen parameters
+
+    def before_module(self, inputs: Any, computes_again: bool, then: Callable[[], None]) -> None:
+        """Where frozen parameters are read for gradients of a module's inputs, await these. `then` runs behind each."""
+        leaves = tensors_with_gradient(inputs)
+        self.given = [(leaf, leaf._version) for leaf in leaves]
+        if not self.has_frozen or (computes_again and self.awaited_inputs >= 0):  # awaited since forward
+            return
+
+        def on_gradient(_: Tensor) -> None:
+            self.awaited_inputs -= 1
+            then()
+
+        self.awaited_inputs = max(self.awaited_inputs, 0) + len(leaves)
+        for leaf in leaves:
+            leaf.register_hook(on_gradient)
+        if not (self.awaited_inputs or torch.is_grad_enabled()):
+            self.awaited_inputs = -1
+
+    def made_of(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Those that the module that has run made or changed. What it hands on, such as T5's position bias, gets its
+        gradient when backward is at the unit that made it, long behind this one."""
+        given, self.given = self.given, []
+        return [out for out in outputs if not any(out is leaf and out._version == version for leaf, version in given)]
+
+    def take_part(self) -> None:
+        """Send this rank's shard to ranks that need the unit now. Here it stays as it is."""
+        if self.is_sharded:
+            self.unshard()
+            self.reshard()
+        else:
+            self.wait_for_unshard()
+            for flat in self.flats:
+                all_gather(flat.full, flat.group).wait()  # what arrives is here already
+
+
+class Embeddings(Unit):
+    """Embeddings, which are resharded after forward, because backward does not read an embedding's weight.
+
+    The gradient of a lookup goes to the rows of the looked-up indices, whatever the weight holds. So a large vocabulary
+    takes no memory in backward. Where something else reads the weight in backward, autograd has saved it, and the unit
+    stays whole.
+
+    Attributes:
+        read_in_backward: Whether backward reads a weight on any rank. All ranks agree on it in the first step.
+    """
+
+    read_in_backward = False
+
+    def unshard(self) -> None:
+        if self.is_sharded:
+            self._references_at_rest = self._references()
+        super().unshard()
+
+    def reshard_after_forward(self) -> None:
+        """Free the weights, unless backward reads them.
+
+        Raises:
+            OneRankError: backward reads a weight in this step, and did not in the first step.
+        """
+        if self.read_in_backward:
+            return
+        if self.is_saved_for_backward():
+            raise OneRankError(
+                "backward reads the weight of an embedding in this step, and did not in the first, since when it "
+                "is freed after forward; use zero2 for such a model"
+            )
+        self.reshard()
+
+    def is_saved_for_backward(self) -> bool:
+        """Whether autograd holds a reference to a full tensor.
+
+        A backend's thread may still hold one for a moment after it has gathered the tensor, so this waits for it.
+        """
+        expected = self._references_at_rest + sum(len(flat.parameters) for flat in self.flats)
+        deadline = time.monotonic() + RELEASE_S
+        while self._references() > expected:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(RELEASE_S / 100)
+        return False
+
+    def _references(self) -> int:
+        """How many tensors share the full tensors' storages."""
+        return sum(references(flat.full) for flat in self.flats)
