@@ -9,10 +9,8 @@ reduce-scatter followed by an all-gather, and the optimizer fits between the two
 - Then the updated parameters are all-gathered, bucket by bucket, while the next forward pass begins. Each part of the
   model waits only for its own parameters (`sharding.options.arrivals`).
 
-On the wire that is 2(N-1)/N * P elements, as much as DDP.
-
-Fp32 bytes a rank, beside activations: 4 P parameters, 4 P gradients, 8 P / N optimizer states (Rajbhandari et al.,
-2020, "ZeRO", section 5.1).
+On the wire that is 2(N-1)/N * P elements, as much as DDP. Fp32 bytes a rank, beside activations: 4 P parameters, 4 P
+gradients, 8 P / N optimizer states (Rajbhandari et al., 2020, "ZeRO", section 5.1).
 """
 
 from functools import partial
@@ -47,16 +45,17 @@ class Zero1(ShardedStrategy):
 
     def prepare(self) -> None:
         super().prepare()
+        # buckets of neighbouring parameters, in the order in which backward makes their gradients
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
         self.flats = [
             self.make_flat(parameters, self.ranks_of(parameters[0]), self.placement)
             for segment in segments(self.module, with_frozen="parameters" in self.saves_shards_of)
             for parameters in fill_buckets(segment, cap_bytes, self.group_of)
         ]
+        self.buckets = [self.make_bucket(flat, self.placement.reduce_dtype) for flat in self.flats if flat.trainable]
         self.broadcast_plain_tensors()
         if self.buffers() and self.shard_group is self.process_group:  # or forward would wait for all parameters
             self.group_of_buffers = side_group(self.process_group, self.device)
-        self.buckets = [self.make_bucket(flat, self.placement.reduce_dtype) for flat in self.flats if flat.trainable]
         self.order = FixedOrder(self.buckets)
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
@@ -67,7 +66,7 @@ class Zero1(ShardedStrategy):
     def before_step(self) -> None:
         super().before_step()
         self.order.restart()
-        self.sent: list[GradientBucket] = []  # whose reduction is not finished
+        self.in_flight: list[GradientBucket] = []  # that are being reduced, oldest first
         for flat in self.flats:
             flat.require_in_place()
 
@@ -89,15 +88,15 @@ class Zero1(ShardedStrategy):
 
     def start_reduction(self, bucket: GradientBucket) -> None:
         bucket.start_reduction()
-        self.sent.append(bucket)
+        self.in_flight.append(bucket)
         # The sum over replicas should start in backward, too. What Gloo has received takes memory until it is added.
         if self.ranks.replicate or is_gloo(self.shard_group, self.device):
             self.finish_earlier(IN_FLIGHT)
 
     def finish_earlier(self, most: int) -> None:
         """Wait until at most so many buckets are being reduced."""
-        while len(self.sent) > most:
-            self.sent.pop(0).finish_reduction()
+        while len(self.in_flight) > most:
+            self.in_flight.pop(0).finish_reduction()
 
     def finish_gradient_synchronization(self) -> None:
         for bucket in self.order.rest():  # behind a gradient that backward did not make on this rank

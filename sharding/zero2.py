@@ -31,7 +31,7 @@ class Zero2(Zero1):
     def start_reduction(self, bucket: GradientBucket) -> None:
         self.finish_earlier(IN_FLIGHT - 1)  # to free its memory first: gradients and their copy are here together
         bucket.start_reduction()
-        self.sent.append(bucket)
+        self.in_flight.append(bucket)
 
     def after_backward(self) -> None:
         """Finish what the backward pass of a micro-batch has left in flight, so that its full gradients are freed."""
