@@ -185,15 +185,14 @@ class ShardedStrategy(Strategy):
     def gradient_share(self) -> Iterable[Tensor]:
         if self.replica != 0:  # the first replica speaks for all
             return ()
-        return self.gradients() if self.model_parallel is None else self._gradients_of_owned()
+        if self.model_parallel is None:
+            return self.gradients()
+        return (p.grad for parameter, p in self.pieces() if p.grad is not None and self.speaks_for(parameter))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As all strategies do; padding is left out, since 0 times a factor that is NaN would stay there for good."""
         scaled = [piece.grad for _, piece in self.pieces() if piece.grad is not None]
         return clip_parts(scaled, max_norm, self.everyone, self.device, list(self.gradient_share()))
-
-    def _gradients_of_owned(self) -> Iterator[Tensor]:
-        return (p.grad for parameter, p in self.pieces() if p.grad is not None and self.speaks_for(parameter))
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         own = (gradient for gradient in super().gradient_tensors() if not isinstance(gradient, GradientInShards))
