@@ -181,7 +181,6 @@ BY_WATCHDOG = (
     'Fatal Python error: Aborted\n\nThread 0x7f (most recent call first):\n  File "loop.py", line 9 in train\n'
 )
 BY_ITSELF = BY_WATCHDOG.replace("Thread", "Current thread")
-BY_COLLECTIVE = BY_ITSELF.replace("loop.py", "/site-packages/torch/distributed/distributed_c10d.py")
 
 
 def ended(state: RankState | None, kind: str, text: str = "it broke", time_s: float = 1.0) -> RankReport:

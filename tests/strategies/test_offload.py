@@ -1,10 +1,10 @@
-"""--offload beyond parity and memory: what is not finite, where gradients are judged, and folders."""
+"""--offload beyond parity and memory: what is not finite (with HSDP, too), where gradients are judged, and folders."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,27 +18,33 @@ from ddp_lab.strategy.communication.loss_scale import LossScaler
 from ddp_lab.strategy.options import StrategyOptions
 from sharding.options.offload import only
 from tests.models import make_batch
-from tests.parity import built, one_step
+from tests.parity import Case, built, message_of, one_step, strategy_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
-CASES = [*((f"zero{n}", "optimizer") for n in (1, 2, 3)), ("zero3", "parameters"), ("pytorch_zero2", "parameters")]
+CASES = [
+    *(Case(f"zero{n}", options={"offload": "optimizer"}, optimizer="adam") for n in (1, 2, 3)),
+    *(Case(name, options={"offload": "parameters"}, optimizer="adam") for name in ("zero3", "pytorch_zero2")),
+    *(Case(name, mesh="replicate=2,shard=2") for name in ("zero3", "pytorch_zero3")),
+]
 
 
-def survive_a_nan(name: str, offload: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    strategy, batch = built(name, "plain", "adam", offload=offload), make_batch("plain", 2, dist.get_rank())
-    before = strategy.full_state_dict()
-    if dist.get_rank() == 1:
-        batch["x"].fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match="rank 1"):
-        one_step(strategy, [batch])
-    return before, strategy.full_state_dict()
+def survive_a_nan(case: Case):
+    """In a second step, of the last rank."""
+    with strategy_of(case) as strategy:
+        one_step(strategy, [make_batch("plain", 2, 0)])
+        before, batch, last = strategy.full_state_dict(), make_batch("plain", 2, 1), case.of.size - 1
+        if dist.get_rank() == last:
+            batch["x"][0, 0] = float("nan")
+        message = message_of(NonFiniteError, one_step, strategy, [batch])
+        assert f"rank {last}" in message and "step 1" in message
+        after = strategy.full_state_dict()
+        assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
-@each_row("name, what", CASES)
-def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name, what):
-    before, after = ranks.run(2, survive_a_nan, name, what)[0]
-    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+@each_row("case", CASES)
+def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, case):
+    ranks.run(case.of.size, survive_a_nan, case)
 
 
 class OneDevice(TorchDispatchMode):
@@ -64,9 +70,7 @@ def open_files(folder: Path) -> str:
     """Files that are made have no names. What is said of a folder that is a file."""
     one_step(built("zero2", offload=f"optimizer:{folder}"), [make_batch("plain", 2, 0)])
     assert not list(folder.iterdir())
-    with pytest.raises(UserError) as caught:
-        built("zero2", offload=f"optimizer:{folder.parent / 'file'}")
-    return str(caught.value)
+    return message_of(UserError, partial(built, "zero2", offload=f"optimizer:{folder.parent / 'file'}"))
 
 
 def test_folders(ranks: RankPool, tmp_path):

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.strategy.communication.collectives import all_gather, reduce_scatter
@@ -17,55 +17,53 @@ from tests.tables import each_row
 # Collectives ---------------------------------------------------------------------------------------------------------
 
 
-def sum_and_gather(elements: int) -> tuple[Tensor, Tensor, Tensor]:
+CPU = torch.device("cpu")
+
+
+def sum_and_gather(elements: int):
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
-    mine = torch.arange(elements * size, dtype=torch.float32) * (rank + 1)
-    apart, full = torch.empty(elements), mine.clone()
-    reduce_scatter(apart, full, group).wait()
-    in_place = mine.clone()
-    reduce_scatter(in_place.view(size, -1)[rank], in_place, group).wait()
-    whole = torch.zeros(elements * size)
-    whole.view(size, -1)[rank] = apart
+    numbers = torch.arange(elements * size, dtype=torch.float32)
+    mine, expected = numbers * (rank + 1), numbers * sum(range(1, size + 1))
+    apart, whole = torch.empty(elements), torch.zeros(elements * size)
+    reduce_scatter(apart, mine.clone(), group).wait()
+    part, of_whole = (tensor.view(size, -1)[rank] for tensor in (mine, whole))
+    reduce_scatter(part, mine, group).wait()
+    of_whole.copy_(apart)
     all_gather(whole, group).wait()
-    return apart, in_place.view(size, -1)[rank].clone(), whole
+    assert torch.equal(whole, expected) and torch.equal(apart, part)
+    assert torch.equal(part, expected.view(size, -1)[rank])
 
 
 @each_row("world_size", [1, 2, 3, 4])
 def test_collectives(ranks: RankPool, world_size):
     for elements in (1, 5, 1000):
-        expected = torch.arange(elements * world_size, dtype=torch.float32) * sum(range(1, world_size + 1))
-        for rank, (apart, in_place, whole) in enumerate(ranks.run(world_size, sum_and_gather, elements)):
-            assert torch.equal(apart, expected.view(world_size, -1)[rank])
-            assert torch.equal(in_place, apart)
-            assert torch.equal(whole, expected)
+        ranks.run(world_size, sum_and_gather, elements)
 
 
-def roots() -> tuple[list[list[int]], bool, bool]:
-    """The ranks in each root's group; whether these groups are made once; whether they time out as their parent."""
+def roots():
     parent = dist.new_group(timeout=timedelta(seconds=77))
     assert isinstance(parent, dist.ProcessGroup)
-    groups = groups_of_roots(parent, torch.device("cpu"))
-    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
-    again = groups_of_roots(parent, torch.device("cpu"))
-    ranks, is_same = [dist.get_process_group_ranks(group) for group in groups], again is groups
-    return ranks, is_same and len(set(groups)) == len(groups), timeouts == {timedelta(seconds=77)}
+    groups = groups_of_roots(parent, CPU)
+    assert groups_of_roots(parent, CPU) is groups and len(set(groups)) == 3
+    for group in groups:
+        assert dist.get_process_group_ranks(group) == [0, 1, 2]
+        assert group._get_backend(CPU).options._timeout == timedelta(seconds=77)
 
 
 def test_each_root_has_a_group_of_its_own(ranks: RankPool):
-    for members, are_kept, time_out in ranks.run(3, roots):
-        assert members == 3 * [[0, 1, 2]] and are_kept and time_out
+    ranks.run(3, roots)
 
 
 def groups_after_others() -> list[int]:
     """Before `parent`, groups are made that not all ranks know of."""
-    pair, cpu, me = dist.new_group([1, 2]), torch.device("cpu"), dist.get_rank()
-    made = [pair, *groups_of_roots(pair, cpu)] if isinstance(pair, dist.ProcessGroup) else []
+    pair, me = dist.new_group([1, 2]), dist.get_rank()
+    made = [pair, *groups_of_roots(pair, CPU)] if isinstance(pair, dist.ProcessGroup) else []
     parent = dist.new_group()  # named after a count that groups of roots must leave as it was
     if me == 2:
         made.append(dist.new_group([me], use_local_synchronization=True))
     assert isinstance(parent, dist.ProcessGroup)
-    roots = groups_of_roots(parent, cpu)
+    roots = groups_of_roots(parent, CPU)
     if me != 2:
         made.append(dist.new_group([me], use_local_synchronization=True))  # from here on all ranks count the same
     dist.barrier()

@@ -2,13 +2,12 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from unittest import mock
 
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.comparison.traced import keep
@@ -37,7 +36,6 @@ def browser():
         browser.close()
 
 
-Opener = Callable[..., Page]
 LONGEST_WAIT_MS = 60_000
 """A browser beside other tests on two cores draws slowly."""
 expect.set_options(timeout=LONGEST_WAIT_MS)
