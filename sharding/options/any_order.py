@@ -28,8 +28,8 @@ from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
-from ddp_lab.strategy.strategy import Strategy
 from ddp_lab.strategy.module_hooks import ModuleHook
+from ddp_lab.strategy.strategy import Strategy
 from sharding.options.order import DIFFERS, ExecutionOrder, in_backward
 from sharding.options.units import Block, Embeddings
 from sharding.parts.gradient_buckets import ShardedGradientBucket

@@ -12,8 +12,8 @@ def layers(width, depth):
 
 
 def test_the_last_bucket_is_small_beside_the_rest():
-    """Of 40 equal layers each bucket has a tenth; of layers of 16 MiB each has one, since two would pass 25 MiB; of layers
-    of 16 KiB one has them all, which are less than 1 MiB."""
+    """Of 40 equal layers each bucket has a tenth; of layers of 16 MiB each has one, since two would pass 25 MiB; of
+    layers of 16 KiB one has them all, which are less than 1 MiB."""
     for width, expected in ((512, [4] * FEWEST_BUCKETS), (2048, [1] * 40), (64, [40])):
         model = layers(width, 40)
         assert [len(bucket) for bucket in fill_buckets(model, usual_cap_bytes(model))] == expected
