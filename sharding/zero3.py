@@ -55,6 +55,7 @@ class Zero3(ShardedStrategy):
         super().prepare()
         self.plans = plan_units(self.module, self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20)
         self.make_units()
+        self.all_units = [*self.around, *self.units]
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
         self.buckets = [bucket for unit in self.all_units for bucket in unit.buckets]
         self.broadcast_plain_tensors()
@@ -63,11 +64,11 @@ class Zero3(ShardedStrategy):
         self.add_hooks()
 
     def make_units(self, apart: Collection[nn.Parameter] = ()) -> None:
-        """Parameters that are `apart` belong to none of them."""
-        around, where = around_units(self.module, self.plans, apart), (self.ranks_of, self.placement)
-        self.root = [Unit([self.module], parameters, *where) for parameters in around]
+        """Those `around` blocks are gathered before any of them runs. Parameters that are `apart` belong to none."""
+        where = self.ranks_of, self.placement
+        stem, head = around_units(self.module, self.plans, apart)
+        self.root = self.around = [Unit([self.module], stem, *where), Unit([self.module], head, *where)]
         self.units = [self.unit_type(plan.modules, plan.parameters, *where) for plan in self.plans]
-        self.all_units = [*self.root, *self.units]
 
     def plan_passes(self) -> None:
         """What all ranks send in a pass, in this order."""
@@ -102,7 +103,8 @@ class Zero3(ShardedStrategy):
 
     def reshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            unit.reshard()
+            if not unit.is_sharded:
+                unit.reshard()
 
     # Forward: unit i+1 is unsharded while unit i computes ------------------------------------------------------------
 
@@ -114,7 +116,8 @@ class Zero3(ShardedStrategy):
     def before_forward(self) -> None:
         self.reshard(self.units)  # what a forward pass without backward has left
         self.schedule.begin(self.forward_pass)
-        for unit in self.root:
+        self.schedule.unshard(*self.around)
+        for unit in self.around:
             self.unshard(unit)
         self.schedule.unshard(*self.units[:1])  # prefetch
 
@@ -150,10 +153,12 @@ class Zero3(ShardedStrategy):
         bucket.missing -= count
         if behind in bucket.moves_at:
             bucket.collect()
+        if bucket.missing:
+            return False
         if unit is self.last_unit and unit.has_all_gradients:
             self.schedule.prefetch()  # not earlier: at the start of backward, activations take the most memory
         self.schedule.reduce_what_is_ready()
-        return not bucket.missing
+        return True
 
     def after_backward(self) -> None:
         self.schedule.issue_rest()  # what waits for gradients that backward did not make on this rank

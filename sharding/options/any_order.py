@@ -64,13 +64,14 @@ class Zero3InAnyOrder(Zero3):
                 "--compile: zero3 must gather layer by layer in a module that has no repeated blocks; take zero2"
             )
         super().prepare()
-        self.storages = {storage_of(tensor) for flat in self.flats for tensor in (flat.full, flat.parameters[0])}
+        tensors = (tensor for flat in self.flats for tensor in (flat.full, flat.parameters[0]))  # whole, and not
+        self.storages = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def make_units(self, apart: Collection[nn.Parameter] = ()) -> None:
         plan = find_embeddings(self.module, self.plans)
         self.embeddings = Embeddings(plan.modules, plan.parameters, self.ranks_of, self.placement)
         super().make_units(plan.parameters)
-        self.all_units = [*self.root, self.embeddings, *self.units]
+        self.around = [*self.root, self.embeddings]
         if self.options.precision != "fp32" and not self.compiled:
             for unit in self.units:
                 unit.cast_weights()
@@ -80,8 +81,8 @@ class Zero3InAnyOrder(Zero3):
         runs, heads = self.order.runs, self.order.heads
         self.last_unit = runs[-1][-1] if runs else None
         self.forward_pass = [Action("unshard", unit) for unit in (self.embeddings, *self.root, *self.units)]
-        around = [self.embeddings, *(unit for unit in self.root if unit not in heads)]
-        first, rest = ([Action("reduce", unit) for unit in units if unit.buckets] for units in (heads, around))
+        others = [self.embeddings, *(unit for unit in self.root if unit not in heads)]
+        first, rest = ([Action("reduce", unit) for unit in units if unit.buckets] for units in (heads, others))
         self.backward_pass = [*first, *in_backward(runs), *rest]
 
     def add_hooks(self) -> None:
@@ -117,7 +118,9 @@ class Zero3InAnyOrder(Zero3):
             return
         unit.running += 1
         index = self.units.index(unit)
-        self.reshard(before for before in self.units[:index] if not before.running and self.order.is_over(before))
+        for before in self.units[:index]:
+            if not (before.is_sharded or before.running) and self.order.is_over(before):
+                before.reshard()
         self.unshard(unit)
         self.order.begin(unit)
         self.schedule.unshard(*self.units[index + 1 : index + 2])  # prefetch
@@ -130,7 +133,7 @@ class Zero3InAnyOrder(Zero3):
             tensor.register_hook(lambda _: self.before_backward(unit) if is_called else refuse_module_by_itself())
 
     def after_forward(self, output: Any) -> None:
-        if not self.storages.isdisjoint(map(storage_of, tensors_in(output))):
+        if any(tensor.untyped_storage()._cdata in self.storages for tensor in tensors_in(output)):
             raise OneRankError("forward answers with a parameter or a view of one, which zero3 frees; add 0 to it")
         self.schedule.issue_rest()
         while self.meets and self.meet(None):  # until the forward passes of other ranks are over, too
@@ -295,8 +298,3 @@ def refuse_module_by_itself() -> None:
         "a block was called by itself, and not by the strategy's forward pass, after which zero3 reduces its gradient; "
         "call it within forward, or under no_grad"
     )
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What tells the storage of a tensor from others."""
-    return tensor.untyped_storage()._cdata

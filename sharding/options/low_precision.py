@@ -57,7 +57,7 @@ class LowPrecisionWeights:
         layer.__dict__.pop("weight", None)
 
     def free(self) -> None:
-        """The weights are about to be freed: free their copies, and forget those that autograd has not saved."""
+        """The weights are freed: free their copies, and forget those that autograd has not saved."""
         for weight, copy in list(self._copies.items()):
             if references(copy) <= self._references[weight]:
                 del self._copies[weight], self._references[weight]

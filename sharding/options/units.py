@@ -30,6 +30,7 @@ class Block(Unit):
     """
 
     low_precision = LowPrecisionWeights((), ())
+    may_reshard = True  # the gradients of inputs tell of frozen parameters
 
     def cast_weights(self) -> None:
         """Make autocast's copies of weights from now on."""
@@ -53,17 +54,12 @@ class Block(Unit):
 
     def reshard(self) -> None:
         if not self.is_sharded:
-            self.wait_for_unshard()
-            self.low_precision.free()
             super().reshard()
-
-    @property
-    def has_all_gradients(self) -> bool:
-        return not self.awaited_inputs and super().has_all_gradients
+            self.low_precision.free()
 
     @property
     def is_over(self) -> bool:
-        return True  # the inputs' gradients are awaited for the frozen parameters
+        return not self.awaited_inputs and super().is_over
 
     def before_module(self, inputs: Any, computes_again: bool, then: Callable[[], None]) -> None:
         """Where frozen parameters are read for gradients of a module's inputs, await these. `then` runs behind each."""

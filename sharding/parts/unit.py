@@ -159,7 +159,12 @@ class Unit:
 
     @property
     def is_over(self) -> bool:
-        """Whether backward is through with the parameters when it has all gradients: frozen ones have none."""
+        """Whether backward is through with the modules."""
+        return self.has_all_gradients
+
+    @property
+    def may_reshard(self) -> bool:
+        """When it is over: frozen parameters have no gradient that would tell."""
         return not (self.stays or self.has_frozen)
 
 
@@ -192,7 +197,7 @@ class Schedule:
             unit.unshard()
             return
         self.make_room()
-        if unit.is_over:
+        if unit.may_reshard:
             unit.reshard()
         if kind == "reduce":
             for bucket in unit.buckets:
@@ -217,7 +222,7 @@ class Schedule:
 
     def reduce_what_is_ready(self) -> None:
         """Issue the reductions that come next, as long as backward is through with their units."""
-        while self.to_come and self.to_come[0].kind != "unshard" and self.to_come[0].unit.has_all_gradients:
+        while self.to_come and self.to_come[0].kind != "unshard" and self.to_come[0].unit.is_over:
             self.issue_next()
 
     def expects(self, unit: Unit) -> bool:
