@@ -125,6 +125,9 @@ class GradientWatch:
         step has made one."""
         if len(self._received) == len(self._parameters):
             return set()
+        parameters = list(parameters)
+        if all(parameter.grad is None for parameter in (*self._parameters, *parameters)):
+            return set()
         each = enumerate(zip(self.received(), self._parameters, parameters, strict=True))
         return {i for i, (got, leaf, p) in each if not got and not (leaf.grad is None and p.grad is None)}
 
