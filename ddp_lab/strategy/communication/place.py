@@ -19,6 +19,8 @@ PATIENCE_S = 30.0
 
 _places: WeakSet["Place"] = WeakSet()
 _numbers = count()
+_looking = threading.Lock()
+"""Held while places are looked at: a thread may still be there when another begins, and each line is said once."""
 
 
 class Place:
@@ -76,5 +78,5 @@ def _look() -> None:
     while _places:
         time.sleep(PATIENCE_S / 6)
         for place in [*_places]:
-            with suppress(RuntimeError, ValueError):  # the group or its store has gone
+            with _looking, suppress(RuntimeError, ValueError):  # the group or its store has gone
                 place.look()
