@@ -37,5 +37,5 @@ def test_a_large_cluster_takes_less_than_a_minute_and_four_gigabytes():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["seconds"] < 60 and found["bytes"] < 4e9
     assert 4 * found["elements"] / 1024 <= found["parameters"] <= 1.001 * 4 * found["elements"] / 1024 + 512 * 100
-    # The root's two parts once; 80 blocks in forward, and all but the last again in backward; two exchanges.
-    assert found["gathers"] == 2 + 80 + 79 + 2
+    # The root's two parts once; 80 blocks in forward, and all but the last again in backward; the exchange.
+    assert found["gathers"] == 2 + 80 + 79 + 1
