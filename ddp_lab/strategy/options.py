@@ -92,7 +92,7 @@ class StrategyOptions:
     Attributes:
         bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. `auto` is the strategy's own
             default: 25 MiB (with a first bucket of 1 MiB in PyTorch DDP), and of `bucket_ddp_async`, `zero1` and
-            `zero2` at most a tenth of the gradients, but 1 MiB if that is less.
+            `zero2` a tenth of the gradients if that is between 1 and 25 MiB.
         compile_backend: The backend of torch.compile that compiles the module's blocks (`strategy.compilation`).
             Default: inductor with `compile`, else none.
         elementwise: The optimizer works on each element by itself, though it is none of those that are known to
