@@ -40,7 +40,6 @@ from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.loop import Plan, TrainingResult, evaluate, train
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import silence_libraries
-from ddp_lab.runtime.process.lazy_compiler import compiler_postponed
 from ddp_lab.runtime.process.stop_request import stop_requests
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.runtime.profiling.profiler import WindowProfiler
@@ -74,7 +73,6 @@ def run(
             joined_ranks(config) as ranks,
             so_far.saying_errors(ranks.is_main),
             watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight, RankNames(mesh)) as watcher,
-            compiler_postponed(),
             meshed(ranks, config.mesh) as ranks_on_mesh,
         ):
             so_far.latest_collectives = watcher.latest_collectives

@@ -6,8 +6,6 @@ time does not grow with depth. A module without blocks is compiled whole.
 
 Only forward passes in training are compiled, with their backward passes. Evaluation and generation run as written:
 there, every other batch size would be compiled anew.
-
-This module imports torch's compiler when it is used, not before (`ddp_lab.runtime.process.lazy_compiler`).
 """
 
 import os
