@@ -26,7 +26,7 @@ class Column:
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 """One version for all CSV files. It goes up when a column is added, removed, moved, or changes its meaning or unit."""
 
 
@@ -232,7 +232,6 @@ AUDIT_COLUMNS = {
 
 OF_WORST_RANK = "on the rank that has most"
 OF_STEPS = "mean over ranks and analysed steps"
-PAIRS = "estimated from the steps that were timed in both runs (Hodges and Lehmann)"
 TIME_PARTS = ("compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms")
 CHOICE = {"choice": Column("choice", "", "strategy")}
 SPEED_COLUMNS = {
@@ -240,13 +239,15 @@ SPEED_COLUMNS = {
     "step_time_ms_p25": Column("p25", "ms", "a quarter of the timed steps took at most this"),
     "step_time_ms_p75": Column("p75", "ms", "three quarters of the timed steps took at most this"),
     "step_time_ratio": Column("ratio", "×", "median step time over that of the reference choice", 1, 2),
-    "step_time_ratio_by_pass": Column("by pass", "×", "the ratio in each pass of a sweep, the median of its pairs"),
-    "paired_ratio": Column("by pairs", "×", f"step time over the reference's, {PAIRS}", 1, 3),
+    "step_time_ratio_by_pass": Column("by pass", "×", "the ratio in each pass of a sweep, the median over steps"),
+    "paired_ratio": Column("by run", "×", "step time over the reference's in the same pass, mean over passes", 1, 3),
     "paired_ratio_low": Column("from", "×", "lower end of its 95 % interval", 1, 3),
     "paired_ratio_high": Column("to", "×", "upper end of its 95 % interval", 1, 3),
-    "paired_p_value": PValue("p", "", "Wilcoxon's signed-rank test of these pairs, corrected by Holm", 1, 4),
-    "pairs": Column("pairs", "", "steps that were timed in both runs"),
-    "verdict": Column("verdict", "", "against the reference: faster, slower, no difference seen, unknown, or withheld"),
+    "paired_p_value": PValue(
+        "p", "", "of no difference: moderated t-test with the run as unit, corrected by Holm", 1, 4
+    ),
+    "passes": Column("passes", "", "runs that were compared with one of the reference"),
+    "verdict": Column("verdict", "", "against the reference: faster, slower, not known, or withheld"),
     "withheld": Column("withheld", "", "why verdicts are withheld; empty if they are not"),
     "samples_per_second": Column("throughput", "samples/s", "samples over time of the timed steps, all ranks"),
     "tokens_per_second": Column(
@@ -337,11 +338,11 @@ CHANGE_COLUMNS = {
     "baseline": Column("baseline", "", "in the baseline; by step: the median timed step, or mean over profiled steps"),
     "run": Column("run", "", "in the other run"),
     "change": Column("change", "", "run minus baseline"),
-    "change_pct": Column("change", "%", "as share of baseline; if steps were tested, Hodges and Lehmann's estimate"),
+    "change_pct": Column("change", "%", "as share of baseline; of step times, by the steps that were timed in both"),
     "interval_low": Column("from", "%", "lower end of its 95 % interval"),
     "interval_high": Column("to", "%", "upper end of its 95 % interval"),
-    "p_value": PValue("p", "", "Wilcoxon's signed-rank test of pairs of steps, corrected by Holm", 1, 4),
-    "result": Column("result", "", "better, worse, no difference seen, equal, or unknown"),
+    "p_value": PValue("p", "", "of no difference: moderated t-test with the run as unit, corrected by Holm", 1, 4),
+    "result": Column("result", "", "better, worse, equal, or not known"),
 }
 
 CSV_COLUMNS = {

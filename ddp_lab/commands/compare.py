@@ -1,4 +1,4 @@
-"""Compare finished runs: all choices of an entrypoint (ddp-lab compare sharding), or two runs of one
+"""Compare finished runs: all choices of an entrypoint (ddp-lab compare sharding), or runs of one
 choice (ddp-lab compare profile/zero3: the latest two; or those of --baseline and --run).
 
 Exit code 0: compared. 1: not comparable, or the traces of a choice cannot be read; standard error says why.
@@ -67,9 +67,12 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"compare runs that differ in this setting, with a warning; may be repeated; one of {', '.join(FIELDS)}",
     )
     parser.add_argument(
-        "--baseline", metavar="RUN", help="the earlier: run id or .run.json (default: the last but one)"
+        "--baseline",
+        nargs="+",
+        metavar="RUN",
+        help="the earlier: run id or .run.json; several of one command tell more (default: the last but one)",
     )
-    parser.add_argument("--run", metavar="RUN", help="the later of two runs (default: the latest but --baseline)")
+    parser.add_argument("--run", nargs="+", metavar="RUN", help="the later (default: the latest but --baseline)")
     parser.add_argument(
         "--fail-above",
         type=at_least(0, float),
@@ -123,7 +126,9 @@ def of_choice(options: argparse.Namespace) -> int:
     choice = trace_dir.resolve().name
     root = report_root_of(choice)
     folder = options.output_dir / root / choice if options.output_dir else report_folder(trace_dir, root)
-    table, path = report_on_two_runs(trace_dir, options.baseline, options.run, folder, options.allow_different)
+    table, path = report_on_two_runs(
+        trace_dir, options.baseline or [], options.run or [], folder, options.allow_different
+    )
     print(f"\ntable: {path}")
     if options.fail_above is None:
         return 0

@@ -1,5 +1,6 @@
-"""What changed between two runs of one choice: a row a figure, with its significance if it varies from step to step."""
+"""What changed between runs of one choice: a row a figure, with its significance if it varies from run to run."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,12 +9,18 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import CHANGE_COLUMNS, COMPONENTS, kinds_run
 from ddp_lab.analysis.comparison.compare import largest_difference, run_row, traced_row
-from ddp_lab.analysis.comparison.steady import timed_steps_ms
+from ddp_lab.analysis.comparison.steady import expected_of, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
-from ddp_lab.analysis.metrics.significance import Estimate, directions, paired
+from ddp_lab.analysis.metrics.significance import (
+    Estimate,
+    apart,
+    difference,
+    pooled,
+    signs,
+)
 from ddp_lab.analysis.traces.collectives import KINDS
 
-BETTER, WORSE, ALIKE, EQUAL, UNKNOWN = "better", "worse", "no difference seen", "equal", "unknown"
+BETTER, WORSE, EQUAL, UNKNOWN = "better", "worse", "equal", "not known"
 NO_SPREAD = ("peak_rss_bytes",)
 """Bytes that are measured once, not counted. How much they vary is unknown."""
 HELD = {f"{component}_bytes": f"{label}, at rest" for component, label in COMPONENTS.items()} | {
@@ -56,10 +63,19 @@ class Change(NamedTuple):
     result: str = UNKNOWN
 
 
-def changes(baseline: Run, run: Run) -> pd.DataFrame:
-    """All figures of two runs side by side."""
-    old, new = ({**run_row(each.record), **traced_row(each.traced)} for each in (baseline, run))
-    rows = [*spread_rows(baseline, run, old, new), *counted_rows(old, new), *single_rows(baseline, run, old, new)]
+def changes(baseline: Sequence[Run], run: Sequence[Run], earlier: Sequence[dict[str, Any]] = ()) -> pd.DataFrame:
+    """All figures of two sides, each of one run or several, side by side.
+
+    Args:
+        earlier: Records of other runs with the same settings, which show how much runs differ.
+    """
+    sides = baseline, run
+    old, new = ({**run_row(side[-1].record), **traced_row(side[-1].traced)} for side in sides)
+    rows = [
+        *spread_rows(baseline, run, earlier),
+        *counted_rows(old, new),
+        *single_rows(baseline[-1], run[-1], old, new),
+    ]
     return pd.DataFrame(rows, columns=list(CHANGE_COLUMNS))
 
 
@@ -72,25 +88,41 @@ def plain(figure: str, unit: str, old: float | None, new: float | None, result: 
     return Change(figure, unit, old, new, new - old, percent, result=result)
 
 
-def spread_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Figures that vary from step to step, tested over the steps of both runs."""
-    times = [timed_steps_ms(each.record) for each in (baseline, run)]
-    logs = (np.log(times[1]) - np.log(times[0])).dropna()
-    rows = [plain("step time", "ms", old["step_time_ms_median"], new["step_time_ms_median"])]
-    estimates = [paired(logs.sort_index().to_numpy())]
+def spread_rows(baseline: Sequence[Run], run: Sequence[Run], earlier: Sequence[dict[str, Any]]) -> list[Change]:
+    """Figures that vary from run to run. A side's figure is the mean over its runs."""
+
+    def means(value_of: Callable[[Run], float]) -> tuple[float, float]:
+        return mean([value_of(each) for each in baseline]), mean([value_of(each) for each in run])
+
+    rows = [plain("step time", "ms", *means(lambda each: timed_steps_ms(each.record).median()))]
+    estimates = [step_times(baseline, run, earlier)]
     for column, name in PARTS.items():
-        rows.append(plain(name, "ms/step", old[column], new[column]))
-        estimates.append(paired(part_differences(baseline.traced, run.traced, column)))
-    judged = directions(estimates, null=0.0)
+        old, new = ([traced_row(each.traced)[column] for each in side] for side in (baseline, run))
+        rows.append(plain(name, "ms/step", mean(old), mean(new)))
+        estimates.append(difference(old, new))
     tested = [
-        tested_row(row, estimate, *answer, in_logs=row.figure == "step time")
-        for row, estimate, answer in zip(rows, estimates, judged, strict=True)
+        tested_row(row, found, *answer, in_logs=row.figure == "step time")
+        for row, found, answer in zip(rows, estimates, [*signs(estimates[:1]), *signs(estimates[1:])], strict=True)
     ]
-    rates = [median_rate(each.record) for each in (baseline, run)]
-    throughput = plain("throughput", "samples/s", rates[0], rates[1])
-    if baseline.record["step_samples"] == run.record["step_samples"]:  # then it is the inverse of step time
+    throughput = plain("throughput", "samples/s", *means(lambda each: median_rate(each.record)))
+    if (
+        len({str(each.record["step_samples"]) for each in (*baseline, *run)}) == 1
+    ):  # then it is the inverse of step time
         throughput = inverse(throughput, tested[0])
     return [tested[0], throughput, *tested[1:]]
+
+
+def mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+def step_times(baseline: Sequence[Run], run: Sequence[Run], earlier: Sequence[dict[str, Any]]) -> Estimate:
+    """The logarithm of the ratio of step times."""
+    first = timed_steps_ms(baseline[0].record)
+    times = [[timed_steps_ms(each.record) for each in side] for side in (baseline, run)]
+    old, new, before = ([apart(one, first) for one in side] for side in (*times, map(timed_steps_ms, earlier)))
+    expected = expected_of([(each.record, baseline[0].record) for each in (*baseline, *run)])
+    return difference(old, new, pooled([before]).together(expected))
 
 
 def median_rate(record: dict[str, Any]) -> float:
@@ -99,34 +131,24 @@ def median_rate(record: dict[str, Any]) -> float:
     return float((1000 * samples / timed_steps_ms(record)).median())
 
 
-def part_differences(baseline: Traced | None, run: Traced | None, column: str) -> list[float]:
-    """How much the mean over ranks differs, for each step that was profiled in both runs."""
-    if baseline is None or run is None:
-        return []
-    name = {"profiled_step_ms": "step_ms"}.get(column, column)
-    old, new = (each.steps.groupby("step")[name].mean() for each in (baseline, run))
-    return (new - old).dropna().sort_index().tolist()
-
-
-def tested_row(row: Change, estimate: Estimate, p_value: float, sign: int | None, in_logs: bool) -> Change:
+def tested_row(row: Change, estimate: Estimate, p_value: float, sign: int, in_logs: bool) -> Change:
     """`row` with the result of the test. Lower is better.
 
     Args:
         in_logs: The estimate is of differences of logarithms. Otherwise it is of differences in the row's unit.
     """
-    if np.isnan(estimate.value):
+    if np.isnan(estimate.low):
         return row
     ends = np.array([estimate.value, estimate.low, estimate.high])
     with np.errstate(divide="ignore", invalid="ignore"):
         value, low, high = (100 * np.expm1(ends) if in_logs else 100 * ends / row.baseline).tolist()
-    is_equal = row.change == 0 and estimate.low == estimate.high == 0
-    result = EQUAL if is_equal else {-1: BETTER, 0: ALIKE, 1: WORSE, None: UNKNOWN}[sign]
+    result = EQUAL if row.change == 0 else {-1: BETTER, 0: UNKNOWN, 1: WORSE}[sign]
     return row._replace(change_pct=value, interval_low=low, interval_high=high, p_value=p_value, result=result)
 
 
 def inverse(row: Change, times: Change) -> Change:
     """Samples per second with the result of the test of step times. Higher is better."""
-    if times.result == UNKNOWN:
+    if np.isnan(times.interval_low):
         return row
     value, low, high = (
         100 * (1 / (1 + ratio / 100) - 1) for ratio in (times.change_pct, times.interval_high, times.interval_low)
@@ -153,12 +175,12 @@ def counted_rows(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
 
 def single_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """Figures measured once a run. If they differ, it is unknown whether by chance."""
-    apart = largest_difference(run.record, baseline.record)
+    distance = largest_difference(run.record, baseline.record)
     accuracy = [None if row["eval_accuracy"] is None else 100 * row["eval_accuracy"] for row in (old, new)]
     return [
         *(plain(HELD[name], "bytes", old[name], new[name]) for name in NO_SPREAD),
         plain("final training loss", "nats", old["final_train_loss"], new["final_train_loss"]),
-        Change(LOSSES_APART, "nats", np.nan, np.nan, apart, np.nan, result=UNKNOWN if apart else EQUAL),
+        Change(LOSSES_APART, "nats", np.nan, np.nan, distance, np.nan, result=UNKNOWN if distance else EQUAL),
         plain("eval loss", "nats", old["eval_loss"], new["eval_loss"]),
         plain("accuracy", "%", accuracy[0], accuracy[1]),
     ]
@@ -178,7 +200,7 @@ def summary(table: pd.DataFrame) -> str:
         found = [f"{row.figure} ({signed(row.change_pct)})" for row in rest if row.result == result]
         if found:
             sentences.append(f"{result.capitalize()}: {', '.join(found)}.")
-    counts = {result: sum(row.result == result for row in rest) for result in (EQUAL, ALIKE, UNKNOWN)}
+    counts = {result: sum(row.result == result for row in rest) for result in (EQUAL, UNKNOWN)}
     others = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
     return " ".join([*sentences, f"Other figures: {others}." if others else ""]).strip()
 

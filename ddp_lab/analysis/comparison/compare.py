@@ -10,17 +10,23 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, MEMORY_COLUMNS, PART_COLUMNS, SHARE_COLUMNS, TRAFFIC_COLUMNS
 from ddp_lab.analysis.comparison.fairness import by_class
-from ddp_lab.analysis.comparison.steady import all_steps_ms, passes_of, steady
+from ddp_lab.analysis.comparison.steady import all_steps_ms, expected_of, passes_of, steady, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.metrics.memory import memory_row
-from ddp_lab.analysis.metrics.significance import Estimate, directions, paired_ratio
+from ddp_lab.analysis.metrics.significance import (
+    Estimate,
+    apart,
+    estimate,
+    signs,
+    spread_beside,
+)
 from ddp_lab.analysis.metrics.utilization import mfu
 from ddp_lab.analysis.record import failure_of, read_record
 
 REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline", "reports_parallel": "tp"}
 """The choice that ratios refer to, by report folder."""
-IS_REFERENCE, UNKNOWN, WITHHELD = "reference", "unknown", "withheld"
-VERDICTS = {-1: "faster", 0: "no difference seen", 1: "slower", None: UNKNOWN}
+IS_REFERENCE, UNKNOWN, WITHHELD = "reference", "not known", "withheld"
+VERDICTS = {-1: "faster", 0: UNKNOWN, 1: "slower"}
 
 
 class Standing(NamedTuple):
@@ -30,7 +36,7 @@ class Standing(NamedTuple):
         estimate: The ratio of step times.
         p_value: Corrected for the number of comparisons.
         verdict: One of `VERDICTS`. Faster or slower is what is so in every pass.
-        by_pass: The ratio in each pass, the median of its pairs.
+        by_pass: The ratio in each pass in which both have enough timed steps.
     """
 
     estimate: Estimate
@@ -38,24 +44,24 @@ class Standing(NamedTuple):
     verdict: str
     by_pass: dict[int, float]
 
-    @property
-    def passes_disagree(self) -> bool:
-        return len(self.by_pass) > 1 and min(self.by_pass.values()) <= 1 <= max(self.by_pass.values())
-
 
 def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str, Standing]:
-    """Every other run compared with the reference, over the steps timed in both; empty without the reference."""
+    """Every other run compared with the reference, pass by pass; empty without the reference."""
     if reference not in records:
         return {}
-    base = all_steps_ms(records[reference])
-    times = {name: all_steps_ms(record) for name, record in records.items() if name != reference}
-    estimates = [paired_ratio(base, mine) for mine in times.values()]
-    signs, found = directions(estimates, null=1.0), {}
-    for (name, mine), estimate, (p_value, sign) in zip(times.items(), estimates, signs, strict=True):
-        logs = (np.log(mine) - np.log(base)).dropna().groupby(level=0).median()
-        standing = Standing(estimate, p_value, VERDICTS[sign], np.exp(logs).to_dict())
-        found[name] = standing._replace(verdict=VERDICTS[0]) if sign and standing.passes_disagree else standing
-    return found
+    runs = {name: passes_of(record) for name, record in records.items()}
+    times = {name: {number: timed_steps_ms(run) for number, run in each.items()} for name, each in runs.items()}
+    base = times[reference]
+    logs = pd.DataFrame({name: {n: apart(mine[n], base[n]) for n in base if n in mine} for name, mine in times.items()})
+    pairs = [(run, runs[reference][n]) for each in runs.values() for n, run in each.items() if n in base]
+    spread = spread_beside(logs.T).together(expected_of(pairs))
+    by_pass = {name: logs[name].dropna() for name in records if name != reference}
+    estimates = [estimate(float(each.mean()), (len(each), len(each)), spread) for each in by_pass.values()]
+    standing = {}
+    for (name, each), found, (p_value, sign) in zip(by_pass.items(), estimates, signs(estimates), strict=True):
+        verdict = VERDICTS[sign if (np.sign(each) == sign).all() else 0]
+        standing[name] = Standing(found.ratio(), p_value, verdict, np.exp(each).to_dict())
+    return standing
 
 
 def latest_record(choice_dir: Path) -> dict[str, Any] | None:
@@ -117,7 +123,7 @@ def group_rows(
             row["verdict"] = IS_REFERENCE
         elif name in stand:
             found = stand[name]
-            row |= {"paired_ratio": found.estimate.value, "pairs": found.estimate.pairs, "verdict": found.verdict}
+            row |= {"paired_ratio": found.estimate.value, "passes": len(found.by_pass), "verdict": found.verdict}
             row |= {"paired_ratio_low": found.estimate.low, "paired_ratio_high": found.estimate.high}
             row["paired_p_value"] = found.p_value
             if len(found.by_pass) > 1:
@@ -130,7 +136,7 @@ def group_rows(
 
 FINE = ("paired_p_value", "loss_difference")
 """Columns that need more than four digits after the point."""
-COUNTS = ("pairs", "audit_failures")
+COUNTS = ("passes", "audit_failures")
 """Whole numbers, or empty."""
 RATIOS = {
     "step_time_ms_median": "step_time_ratio",

@@ -8,10 +8,10 @@ import pandas as pd
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS
 from ddp_lab.analysis.comparison.compare import IS_REFERENCE, UNKNOWN, VERDICTS, Standing
 from ddp_lab.analysis.comparison.fairness import TIME
-from ddp_lab.analysis.metrics.significance import fewest_pairs
+from ddp_lab.analysis.metrics.significance import FEWEST_STEPS, Estimate, runs_needed
 from ddp_lab.runtime.errors import listed
 
-FASTER, ALIKE, SLOWER = VERDICTS[-1], VERDICTS[0], VERDICTS[1]
+FASTER, SLOWER = VERDICTS[-1], VERDICTS[1]
 WORTH_NAMING = 0.2
 """A part of a step is named as a reason if its difference is at least this share of the whole difference."""
 PARTS = {
@@ -81,33 +81,30 @@ def verdict(
     if len(tied) > 1:
         return Verdict(f"No choice wins: {listed(tied)} tie for the lowest median step time, {mine} ms.")
     standing = to_fastest.get(other["choice"])
-    judged = standing.verdict if standing else UNKNOWN
-    if other["verdict"] == IS_REFERENCE:  # the table compares the other way round
-        judged = {FASTER: SLOWER, SLOWER: FASTER}.get(best["verdict"], str(best["verdict"]))
     rival = f"the reference {other['choice']}" if other["verdict"] == IS_REFERENCE else other["choice"]
-    if standing is None or judged == UNKNOWN:
-        pairs, needed = standing.estimate.pairs if standing else 0, fewest_pairs(len(to_fastest))
+    if standing is None or not standing.by_pass:
         return Verdict(
             f"Too few steps to name a winner: so far {best['choice']} has the lowest median step time, {mine} ms "
             f"against {theirs} ms of {other['choice']}.",
-            f"{pairs} steps were timed in both, and to tell this from chance takes {needed}: run all choices again "
-            f"with at least {needed - pairs} steps more (--max-steps).",
+            f"A comparison takes {FEWEST_STEPS} timed steps of both in one pass: run all choices with more steps "
+            "(--max-steps).",
         )
-    found = standing.estimate
-    passes = len(standing.by_pass)
+    found, passes = standing.estimate, len(standing.by_pass)
+    judged = standing.verdict
+    if other["verdict"] == IS_REFERENCE:  # the table compares the other way round
+        judged = {FASTER: SLOWER, SLOWER: FASTER}.get(best["verdict"], UNKNOWN)
     measured = (
-        f"over {found.pairs} pairs of steps{f' in {passes} passes' * (passes > 1)}, a step of {best['choice']} takes "
-        f"{1 / found.high:.2f} to {1 / found.low:.2f} of one of {other['choice']} (95 % interval)"
+        f"over {passes} pass{'es' * (passes > 1)}, a step of {best['choice']} takes {1 / found.high:.2f} to "
+        f"{1 / found.low:.2f} of one of {other['choice']} (95 % interval)"
     )
     if judged != SLOWER:
-        apart = "cannot be told apart from it" if judged == ALIKE else "is faster step by step"
-        doubt = "The difference may be chance" if judged == ALIKE else "Medians mislead here"
-        doubt = "Passes disagree on which is faster" if standing.passes_disagree else doubt
+        known = "cannot be told apart from it" if judged == UNKNOWN else "is faster step by step"
+        doubt = "The difference may be chance" if judged == UNKNOWN else "Medians mislead here"
         return Verdict(
-            f"No choice wins: {best['choice']} has the lowest median step time, {mine} ms, but {rival} {apart}.",
-            f"{doubt}: {measured}.",
+            f"No choice wins: {best['choice']} has the lowest median step time, {mine} ms, but {rival} {known}.",
+            f"{doubt}: {measured}. {what_would_tell(found, passes)}",
         )
-    alike = [name for name, each in to_fastest.items() if each.verdict == ALIKE and name != other["choice"]]
+    alike = [name for name, each in to_fastest.items() if each.verdict == UNKNOWN and name != other["choice"]]
     who = f"{best['choice']} is fastest"
     if alike:
         who = f"{listed([best['choice'], *alike])} are fastest (they cannot be told apart)"
@@ -120,8 +117,15 @@ def verdict(
             claim, f"Doubt it: {best['choice']} fails its audit, so it may be fast because it does too little."
         )
     evidence = listed([measured, *checks(table)])
-    unless = "" if passes > 1 else ", unless the machine changed between the runs"
-    return Verdict(claim, f"Believe it{unless}: {evidence}.", True)
+    return Verdict(claim, f"Believe it: {evidence}.", True)
+
+
+def what_would_tell(ratio: Estimate, passes: int) -> str:
+    """How many passes would show a difference of this size."""
+    needed = runs_needed(ratio, passes)
+    if needed is None:
+        return "More than 20 passes would be needed to tell: take them for equal."
+    return f"About {needed} passes would tell: run again with --passes {needed}."
 
 
 def reason(best: Row, other: Row, equal_compute: bool) -> str:
@@ -170,7 +174,7 @@ def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> str:
     quickest = names[0] if len(names) == 1 else f"{names[0]}, the fastest of these,"
     cost = {
         SLOWER: f"; {quickest} takes {standing.estimate.value:.2f} times as long",
-        ALIKE: f"; the step time of {quickest} cannot be told apart from it",
+        UNKNOWN: f"; the step time of {quickest} cannot be told apart from it",
     }
     less = 100 * (1 - least / best["peak_bytes"])
     share = f"{less:.0f} % less than {best['choice']}" if less >= 1 else f"under 1 % less than {best['choice']}"

@@ -7,13 +7,14 @@ without passes, compute is compared between choices that do equal compute: repli
 choice also copies what it gathers and scatters, which counts as compute, so it is compared with itself alone.)
 """
 
-from collections.abc import Mapping
-from statistics import harmonic_mean
+from collections.abc import Mapping, Sequence
+from statistics import harmonic_mean, mean
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from ddp_lab.analysis.comparison.traced import Traced
+from ddp_lab.analysis.metrics.significance import Spread, expected_spread, noise
 
 STEP, COMPUTE = "a step", "compute"
 MOST = {STEP: 1.25, COMPUTE: 1.5}
@@ -53,6 +54,21 @@ def timed_steps_ms(record: Run) -> pd.Series:
     began = (record["resumed_from"] or {"step": 0})["step"]
     times = pd.Series(record["step_time_s"], dtype=float).iloc[began + max(1, record["settling_steps"]) :]
     return times.dropna() * 1000
+
+
+def expected_of(pairs: Sequence[tuple[Run, Run]]) -> Spread:
+    """What to expect of these runs, each beside the one that it is compared with.
+
+    Their medians vary as their steps do. On a busy machine a thread waits for other programs, which do something else in
+    the next run: half the share of a step in which it has no core is taken as a standard deviation (`ddp-lab bench aa`).
+    """
+    noises = [noise(timed_steps_ms(run), timed_steps_ms(base)) for run, base in pairs if run is not base]
+    return expected_spread(mean(noises or [0.0]) + mean((without_core(run) / 2) ** 2 for run, _ in pairs))
+
+
+def without_core(record: Run) -> float:
+    """The share of a step in which a training thread could run and had no core, on the rank that has most of it."""
+    return max((row["core_s"] / row["step_s"] for row in record.get("throughput", ())), default=0.0)
 
 
 def all_steps_ms(record: Run) -> pd.Series:

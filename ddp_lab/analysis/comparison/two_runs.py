@@ -1,18 +1,21 @@
-"""Reports on two runs of one choice: what changed from a baseline to a later run."""
+"""Reports on runs of one choice: what changed from a baseline to later runs."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from ddp_lab.analysis.comparison.changes import EQUAL, Run, changes, rows_of, signed, summary
+from ddp_lab.analysis.comparison.changes import EQUAL, UNKNOWN, Run, changes, rows_of, signed, summary
 from ddp_lab.analysis.comparison.choices import last_window, print_whole
+from ddp_lab.analysis.comparison.fairness import differences as settings_apart
 from ddp_lab.analysis.comparison.fairness import require_comparable
 from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.files import write_csv
+from ddp_lab.analysis.metrics.significance import EXPECTED_SPREAD
 from ddp_lab.analysis.record import failure_of, leaves_traces, read_record
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.summary import analyse_window
@@ -24,38 +27,47 @@ ALWAYS_SHOWN = ("step time", "throughput", "collectives", "payload", "peak memor
 
 
 def report_on_two_runs(
-    trace_dir: Path, baseline: str | None, run: str | None, folder: Path, allowed: Iterable[str] = ()
+    trace_dir: Path, baseline: Sequence[str], run: Sequence[str], folder: Path, allowed: Iterable[str] = ()
 ) -> tuple[pd.DataFrame, Path]:
     """Write `changes.csv` into `folder`, print what changed, and return the table and the file's path.
 
     Args:
         trace_dir: `profile/<choice>`.
-        baseline: A run id in it, or the path of a run record anywhere. The rank folders lie beside the record. None for
-            the latest other completed run in `trace_dir`; if `run` is None, too, the one before the latest.
-        run: The later run, given in the same way.
+        baseline: Run ids in it, or paths of run records anywhere. The rank folders lie beside a record. None of them
+            for the latest other completed run in `trace_dir`; without `run`, too, the one before the latest.
+        run: The later runs, given in the same way.
         allowed: Settings in which the runs may differ, named as in `ddp_lab.analysis.comparison.fairness.FIELDS`.
 
     Raises:
         UserError: a run is missing or cannot be read, or the two cannot be compared.
     """
-    old_path, new_path = both_paths(trace_dir, baseline, run)
-    old, new = read_record(old_path), read_record(new_path)
-    if old["choice"] != new["choice"]:
-        raise UserError(
-            f"{old_path} is of {old['choice']}, but {new_path} of {new['choice']}; to compare choices, give ddp or "
-            "sharding instead of a folder"
-        )
-    differences = require_comparable({f"baseline {old['run_id']}": old, f"run {new['run_id']}": new}, allowed)
-    runs = {"baseline": load(old_path), "run": load(new_path)}
-    table, path = changes(runs["baseline"], runs["run"]), folder / "changes.csv"
+    paths = both_paths(trace_dir, baseline, run)
+    sides = {
+        side: {path: read_record(path) for path in given}
+        for side, given in zip(("baseline", "run"), paths, strict=True)
+    }
+    records = {path: record for side in sides.values() for path, record in side.items()}
+    first_path, first = next(iter(records.items()))
+    for path, record in records.items():
+        if record["choice"] != first["choice"]:
+            raise UserError(
+                f"{first_path} is of {first['choice']}, but {path} of {record['choice']}; to compare choices, give ddp "
+                "or sharding instead of a folder"
+            )
+    named = {f"{side} {one['run_id']}": one for side, given in sides.items() for one in given.values()}
+    differences = require_comparable(named, allowed)
+    earlier = equal_runs(trace_dir, first, records)
+    runs = {side: [load(path) for path in given] for side, given in sides.items()}
+    table, path = changes(runs["baseline"], runs["run"], earlier), folder / "changes.csv"
     write_csv(path, table)
     console = Console()
     print_changes(table, console)
     lines = [
         banner(differences, "run"),
-        *(line for each in runs.values() for line in labels(each.record)),
-        *audit_lines({name: each.traced.failed_checks for name, each in runs.items() if each.traced}),
+        *(line for record in records.values() for line in labels(record)),
+        *audit_lines({name: each.traced.failed_checks for name, side in runs.items() for each in side if each.traced}),
         summary(table),
+        how_sure(table, [len(side) for side in runs.values()], len(earlier)),
     ]
     for line in filter(None, dict.fromkeys(lines)):
         console.print(line, markup=False, highlight=False)
@@ -75,24 +87,51 @@ def record_path(trace_dir: Path, run: str) -> Path:
     return path
 
 
-def both_paths(trace_dir: Path, *runs: str | None) -> list[Path]:
-    """The records of two runs, the earlier first. Those not given are the latest others of completed runs.
+def both_paths(trace_dir: Path, *sides: Sequence[str]) -> list[list[Path]]:
+    """The records of both sides, the earlier first. Where none is given, it is the latest other completed run.
 
     Raises:
         UserError: there is none.
     """
-    given = [record_path(trace_dir, run) if run else None for run in runs]
-    names = [path.name for path in given if path]
+    given = [[record_path(trace_dir, run) for run in side] for side in sides]
+    names = [path.name for side in given for path in side]
     others = [path for path in records_in(trace_dir) if path.name not in names]
-    others = [path for path in others if not failure_of(read_record(path, failed_too=True))] if None in given else []
-    if len(others) < (missing := given.count(None)):
+    others = [path for path in others if not failure_of(read_record(path, failed_too=True))] if [] in given else []
+    if len(others) < (missing := given.count([])):
         besides = " besides the one given" if names else ""
         raise UserError(
             f"{trace_dir}: has {len(others)} completed run(s){besides}, and two are compared; train again, or give "
             "--baseline and --run"
         )
     latest = iter(others[len(others) - missing :])
-    return [path or next(latest) for path in given]
+    return [side or [next(latest)] for side in given]
+
+
+def equal_runs(trace_dir: Path, record: dict[str, Any], besides: Collection[Path]) -> list[dict[str, Any]]:
+    """Records of other completed runs in the folder with the same settings."""
+    equal = []
+    for path in records_in(trace_dir):
+        other = read_record(path, failed_too=True) if path not in besides else None
+        if other and not failure_of(other) and not settings_apart({"": record, path.name: other}):
+            equal.append(other)
+    return equal
+
+
+def how_sure(table: pd.DataFrame, runs: Sequence[int], earlier: int) -> str:
+    """What the interval of step times rests on, and what would make it narrower."""
+    time = rows_of(table)[0]
+    if time.result != UNKNOWN or time.interval_low != time.interval_low:
+        return ""
+    known = f"{earlier} earlier runs of these settings and " if earlier > 1 else ""
+    line = (
+        f"The unit is a run: {runs[0]} against {runs[1]}. How much runs differ is taken from {known}a usual spread of "
+    )
+    line += f"{EXPECTED_SPREAD:.0%}."
+    if min(runs) < 3:
+        line += (
+            " Three runs a side tell more: repeat the command, and give ddp-lab compare --baseline A B C --run D E F."
+        )
+    return line
 
 
 def records_in(trace_dir: Path) -> list[Path]:

@@ -1,120 +1,155 @@
-"""Whether two runs differ: an estimate from pairs of equal steps, and how sure it is.
+"""Whether runs differ: an estimate, its interval, and how sure it is. The unit is the run.
 
-Step k of two runs trains on the same samples, so their values are compared step by step. Consecutive steps of a run are
-not independent: a machine that is slow now is slow a moment later. So pairs are first averaged over batches of
-consecutive pairs (batch means). About ten batches are enough for any number of pairs: longer batches gain more than
-further batches (Schmeiser, "Batch size effects in the analysis of simulation output", Operations Research 30(3), 1982).
+Steps of one run share what the next run has otherwise: where its memory lies, which cores it gets, what else the
+machine does. Two runs of one command differ by up to 5 % on an idle machine, and more steps do not help. So a run
+counts once, by its median step, and the spread between runs that should be equal decides.
 
-The batches are tested with Wilcoxon's signed-rank test. Estimate and interval are those of Hodges and Lehmann, which
-belong to this test (Hollander, Wolfe and Chicken, "Nonparametric Statistical Methods", 3rd ed., sections 3.1 to 3.3).
-In simulations with 31 pairs whose neighbours correlate by 0, 0.3 and 0.5, the test calls 5, 8 and 12 % of equal runs
-different at p <= 0.05 (tests/analysis/metrics/test_significance.py).
-
-The limit: no test of two runs sees that the whole machine was slower during one of them. `benchmarks/strategies.py`
-avoids that by alternating choices inside one process group.
+That spread is known from few runs, so it is taken together with an expected one, as if that were known from
+`EXPECTED_DEGREES` + 1 runs (Smyth, "Linear models and empirical Bayes methods for assessing differential expression in
+microarray experiments", Statistical Applications in Genetics and Molecular Biology 3(1), 2004, section 3: the moderated
+t-statistic). With one run a side, only the expected one is there, and the interval is wide.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import exp, log
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from scipy import stats
 
-SHORTEST_BATCH = 3
-BATCHES = 10
-FEWEST_BATCHES = 6
-"""With fewer batches no data can give a two-sided p below 0.05: the least p is 2 / 2^n."""
-FEWEST_PAIRS = SHORTEST_BATCH * FEWEST_BATCHES
+EXPECTED_SPREAD = 0.03
+"""Standard deviation of a run's median step between runs of one command, as a share of it. `ddp-lab bench aa` measures
+it: 1 to 4 % on machines with few cores."""
+EXPECTED_DEGREES = 4
+FEWEST_STEPS = 5
+"""A median of fewer timed steps says nothing."""
 LEVEL = 0.05
 
 
-class Estimate(NamedTuple):
-    """By how much pairs differ. The first four are NaN if there are too few pairs.
+class Spread(NamedTuple):
+    """How much equal runs differ.
 
     Attributes:
-        value: Hodges and Lehmann's estimate of the median difference.
+        variance: Of a run's value.
+        degrees: Degrees of freedom of the variance; 0 if no equal runs are known.
+    """
+
+    variance: float
+    degrees: float
+
+    def together(self, other: "Spread") -> "Spread":
+        """Both pooled."""
+        degrees = self.degrees + other.degrees
+        sums = self.variance * self.degrees + other.variance * other.degrees
+        return Spread(sums / degrees if degrees else 0.0, degrees)
+
+
+NO_SPREAD = Spread(0.0, 0)
+
+
+class Estimate(NamedTuple):
+    """By how much two sides differ: NaN where that is unknown.
+
+    Attributes:
+        value: Mean of one side minus that of the other.
         low: Lower end of its 95 % interval.
         high: Upper end.
-        p_value: Of Wilcoxon's signed-rank test, two-sided.
-        pairs: Number of pairs.
-        batches: Number of batches that were tested.
+        p_value: Two-sided, of no difference.
     """
 
-    value: float
-    low: float
-    high: float
-    p_value: float
-    pairs: int
-    batches: int
+    value: float = np.nan
+    low: float = np.nan
+    high: float = np.nan
+    p_value: float = np.nan
+
+    def ratio(self) -> "Estimate":
+        """Of logarithms, as a ratio."""
+        return self._replace(value=exp(self.value), low=exp(self.low), high=exp(self.high))
 
 
-def paired(differences: Sequence[float] | NDArray[np.float64]) -> Estimate:
-    """Estimate the median of differences, given in the order in which they were measured."""
-    values = np.asarray(differences, dtype=float)
-    means = batch_means(values)
-    if len(means) < FEWEST_BATCHES:
-        return Estimate(np.nan, np.nan, np.nan, np.nan, len(values), len(means))
-    rows, columns = np.triu_indices(len(means))
-    averages = np.sort((means[rows] + means[columns]) / 2)
-    outside = averages_outside(len(means))
-    p_value = float(stats.wilcoxon(means).pvalue) if means.any() else 1.0
-    low, high = float(averages[outside]), float(averages[-1 - outside])
-    return Estimate(float(np.median(averages)), low, high, p_value, len(values), len(means))
+def pooled(groups: Iterable[Sequence[float]]) -> Spread:
+    """The spread within groups of equal runs; NaN is no run."""
+    spread = NO_SPREAD
+    for group in groups:
+        values = np.asarray(group, dtype=float)
+        values = values[~np.isnan(values)]
+        if len(values) > 1:
+            spread = spread.together(Spread(float(values.var(ddof=1)), len(values) - 1))
+    return spread
 
 
-def batch_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Means over batches of consecutive values. The first values are left out if they do not fill a batch."""
-    length = max(SHORTEST_BATCH, len(values) // BATCHES)
-    batches = len(values) // length
-    return values[len(values) - batches * length :].reshape(batches, length).mean(axis=1)
+def spread_beside(table: pd.DataFrame) -> Spread:
+    """What neither the row nor the column explains in a table of choices (rows) by passes (columns).
 
-
-def averages_outside(count: int) -> int:
-    """How many of the sorted averages of two values lie below the 95 % interval (and as many above it).
-
-    That is the largest k with P(T <= k) at most 2.5 %, where T sums those of 1 .. `count` that a fair coin picks.
+    A pass in which the whole machine is slower moves a column, and is no spread.
     """
-    ways = np.ones(1)
-    for number in range(1, count + 1):
-        ways = np.concatenate([ways, np.zeros(number)]) + np.concatenate([np.zeros(number), ways])
-    return int(np.searchsorted(np.cumsum(ways) / 2.0**count, LEVEL / 2, side="right")) - 1
+    whole = table.dropna(axis="columns")
+    degrees = (whole.shape[0] - 1) * (whole.shape[1] - 1)
+    if degrees < 1:
+        return NO_SPREAD
+    values = whole.to_numpy()
+    rest = values - values.mean(axis=0) - values.mean(axis=1, keepdims=True) + values.mean()
+    return Spread(float((rest**2).sum() / degrees), degrees)
 
 
-def paired_ratio(reference: pd.Series, values: pd.Series) -> Estimate:
-    """The ratio of `values` to `reference`. Both are above 0 and indexed by step; a step that was not timed is NaN."""
-    logs = (np.log(values) - np.log(reference)).dropna().sort_index()
-    found = paired(logs.to_numpy())
-    value, low, high = np.exp(found[:3]).tolist()
-    return found._replace(value=value, low=low, high=high)
+def expected_spread(noise: float) -> Spread:
+    """What to expect of runs of which each knows its own value up to `noise`, a variance."""
+    return Spread(EXPECTED_SPREAD**2 + noise, EXPECTED_DEGREES)
 
 
-def directions(estimates: Sequence[Estimate], null: float) -> list[tuple[float, int | None]]:
-    """For each estimate its p-value, corrected for the number of estimates, and the direction of the difference.
+def estimate(value: float, runs: Sequence[int], spread: Spread) -> Estimate:
+    """A difference of two means.
 
     Args:
-        null: The value of no difference: 1 for ratios, 0 for differences.
-
-    Returns:
-        The direction is -1 below `null`, 1 above, 0 if no difference is seen, and None if there are too few pairs to
-        see any difference.
+        runs: How many are in each mean.
+        spread: Of each run.
     """
-    corrected = holm([estimate.p_value for estimate in estimates])
-    tests = sum(not np.isnan(estimate.p_value) for estimate in estimates)
-    answers: list[tuple[float, int | None]] = []
-    for estimate, p_value in zip(estimates, corrected, strict=True):
-        if np.isnan(p_value) or tests * 2.0 ** (1 - estimate.batches) > LEVEL:
-            answers.append((p_value, None))
-        else:
-            answers.append((p_value, int(np.sign(estimate.value - null)) if p_value <= LEVEL else 0))
-    return answers
+    if np.isnan(value) or not spread.degrees or not all(runs):
+        return Estimate(value)
+    error = np.sqrt(spread.variance * sum(1 / count for count in runs))
+    if not error:
+        return Estimate(value, value, value, float(value == 0))
+    reach = float(stats.t.ppf(1 - LEVEL / 2, spread.degrees) * error)
+    p_value = float(2 * stats.t.sf(abs(value) / error, spread.degrees))
+    return Estimate(value, value - reach, value + reach, p_value)
 
 
-def fewest_pairs(tests: int) -> int:
-    """How many pairs each of `tests` comparisons needs before `directions` can see any difference."""
-    return SHORTEST_BATCH * max(FEWEST_BATCHES, math.ceil(1 + math.log2(max(tests, 1) / LEVEL)))
+def difference(old: Sequence[float], new: Sequence[float], spread: Spread = NO_SPREAD) -> Estimate:
+    """How much larger `new` is than `old`, a value of each run; `spread`: what is known besides of equal runs."""
+    value = float(np.mean(new) - np.mean(old)) if len(old) and len(new) else np.nan
+    return estimate(value, (len(old), len(new)), pooled([old, new]).together(spread))
+
+
+def apart(times: pd.Series, base: pd.Series) -> float:
+    """The logarithm of the ratio of two runs' step times: the median over the steps that were timed in both.
+
+    Step k of two runs trains on the same samples, so steps are compared one by one. NaN below `FEWEST_STEPS`.
+    """
+    logs = logs_of(times, base)
+    return float(logs.median()) if len(logs) >= FEWEST_STEPS else np.nan
+
+
+def noise(times: pd.Series, base: pd.Series) -> float:
+    """The variance of a run's median because its steps vary: half of that of `apart`, if they are normal."""
+    logs = logs_of(times, base)
+    quartiles = logs.quantile([0.25, 0.75])
+    deviation = float(quartiles.iloc[1] - quartiles.iloc[0]) / 1.349
+    return np.pi / 2 * deviation**2 / len(logs) / 2 if len(logs) >= FEWEST_STEPS else 0.0
+
+
+def logs_of(times: pd.Series, base: pd.Series) -> pd.Series:
+    return (np.log(times) - np.log(base)).dropna()
+
+
+def signs(estimates: Sequence[Estimate]) -> list[tuple[float, int]]:
+    """For each estimate its p-value, corrected for the number of estimates, and whether it is below 0 (-1), above (1),
+    or not known to be either (0)."""
+    corrected = holm([one.p_value for one in estimates])
+    return [
+        (p_value, int(np.sign(one.value)) if p_value <= LEVEL else 0)
+        for one, p_value in zip(estimates, corrected, strict=True)
+    ]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -129,3 +164,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
     corrected = np.full(len(given), np.nan)
     corrected[order] = np.minimum(1.0, np.maximum.accumulate(given[order] * np.arange(len(order), 0, -1)))
     return corrected.tolist()
+
+
+def runs_needed(ratio: Estimate, runs: int) -> int | None:
+    """About how many runs a side would show a ratio of this size; None if more than 20."""
+    reach, value = log(ratio.high / ratio.low) / 2, log(ratio.value)
+    if not value:
+        return None
+    needed = int(np.ceil(max(runs + 1, 1.5 * runs * (reach / value) ** 2)))
+    return needed if needed <= 20 else None

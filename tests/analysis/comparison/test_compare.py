@@ -11,7 +11,6 @@ from ddp_lab.analysis.comparison.conclusion import fastest, leanest, verdict
 from ddp_lab.analysis.comparison.fairness import FIELDS, affected, require_comparable
 from ddp_lab.analysis.comparison.steady import steady, with_passes
 from ddp_lab.analysis.comparison.traced import Traced, keep
-from ddp_lab.analysis.metrics.significance import fewest_pairs
 from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
@@ -36,28 +35,34 @@ def body_of(text):
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
-def test_steps_are_held_against_the_reference_one_by_one():
-    """40 steps of exactly 1.1 and 0.9 of the reference's, and one that is now above and now below."""
-    records = {"a": timed("a", 0.1), "b": timed("b", 0.11), "c": timed("c", 0.09), "d": timed("d", 0.1, 0.01)}
+def test_runs_are_held_against_the_reference():
+    """40 steps of exactly 2, 1.1 and 0.5 times the reference's. A run a side has 3 % to expect: with t of four degrees
+    of freedom, 2.776, an interval reaches 11.8 % of logarithms."""
+    records = {"a": timed("a", 0.1), "b": timed("b", 0.2), "c": timed("c", 0.05), "d": timed("d", 0.11)}
     records["b"]["train_loss"] = [*records["a"]["train_loss"][:-1], 1.25]
     table = comparison(records, {}, "a").set_index("choice")
-    assert table["verdict"].to_dict() == {"a": "reference", "b": "slower", "c": "faster", "d": "no difference seen"}
-    assert table.loc["b", ["paired_ratio", "paired_ratio_low", "paired_ratio_high"]].tolist() == [1.1] * 3
-    assert table.loc["c", "paired_ratio"] == 0.9 and table.loc["a", "pairs"] is None
-    assert table["pairs"].tolist()[1:] == [40] * 3
-    # 10 batches, all on one side: 2 / 2^10, times the three comparisons, and the next no less
-    assert table.loc[["b", "c"], "paired_p_value"].tolist() == pytest.approx([3 / 512] * 2)
-    assert table.loc["d", "paired_ratio_low"] < 1 < table.loc["d", "paired_ratio_high"]
-    assert table["step_time_ratio"].tolist()[:3] == pytest.approx([1, 1.1, 0.9])
+    assert table["verdict"].to_dict() == {"a": "reference", "b": "slower", "c": "faster", "d": "not known"}
+    assert table.loc[["b", "c", "d"], "paired_ratio"].tolist() == pytest.approx([2, 0.5, 1.1])
+    reach = 2.7764 * 2**0.5 * 0.03
+    ends = table.loc["d", ["paired_ratio_low", "paired_ratio_high"]].tolist()
+    assert ends == pytest.approx([1.1 * np.exp(-reach), 1.1 * np.exp(reach)], abs=1e-4)
+    assert table["passes"].tolist() == [None, 1, 1, 1]
+    assert table["step_time_ratio"].tolist() == pytest.approx([1, 2, 0.5, 1.1])
     assert table["loss_difference"].tolist() == [0.0, 0.25, 0.0, 0.0]
-    for steps in (2, 18):
-        few = comparison({"a": timed("a", 0.1, steps=steps), "b": timed("b", 0.2, steps=steps)}, {}, "a")
-        row = few.set_index("choice").loc["b"]
-        assert row["verdict"] == "unknown" and np.isnan(row["paired_ratio"])
-        assert row["step_time_ratio"] == 2.0 and row["pairs"] == steps - 1
+    few = comparison({"a": timed("a", 0.1, steps=5), "b": timed("b", 0.2, steps=5)}, {}, "a").set_index("choice")
+    assert few.loc["b", ["verdict", "passes", "step_time_ratio"]].tolist() == ["not known", 0, 2.0]
+    assert np.isnan(few.loc["b", "paired_ratio"])
     alone = comparison({"b": timed("b", 0.2)}, {}, "a")
-    assert alone["verdict"].tolist() == ["unknown"]
+    assert alone["verdict"].tolist() == ["not known"]
     assert alone[["step_time_ratio", "loss_difference"]].isna().all(axis=None)
+
+
+def test_a_busy_machine_makes_a_verdict_less_sure():
+    """A thread that has no core in half of a step: 25 % to expect."""
+    busy = {"throughput": [{"core_s": 0.1, "step_s": 0.2}]}
+    for changes, judged in (({}, "slower"), (busy, "not known")):
+        records = {"a": timed("a", 0.1) | changes, "b": timed("b", 0.2) | changes}
+        assert comparison(records, {}, "a")["verdict"].tolist()[1] == judged
 
 
 # Passes of a sweep ---------------------------------------------------------------------------------------------------
@@ -70,12 +75,12 @@ def in_passes(choice, *seconds):
 
 
 BY_PASSES = {
-    "all alike": ([0.1, 0.1], [0.11, 0.11], "slower", "1.10 1.10", ""),
+    "all alike": ([0.1, 0.1], [0.12, 0.12], "slower", "1.20 1.20", ""),
     "one of two disturbed": ([0.1, 0.1], [0.09, 0.45], "withheld", "", "90.9 ms (b, pass 1) and 454.5 ms (b, pass 2)"),
     "the reference's": ([0.5, 0.1], [0.11, 0.11], "withheld", "", "101.0 ms (a, pass 2) and 505.0 ms (a, pass 1)"),
     "one of three disturbed": ([0.1, 0.1, 0.1], [0.09, 0.45, 0.09], "faster", "0.90 0.90", "454.5 ms (b, pass 2)"),
-    "passes disagree": ([0.1] * 3, [0.115, 0.115, 0.0999], "no difference seen", "1.15 1.15 1.00", ""),
-    "a pass in which all is slower": ([0.1, 0.12], [0.11, 0.132], "slower", "1.10 1.10", ""),
+    "passes disagree": ([0.1] * 3, [0.115, 0.115, 0.0999], "not known", "1.15 1.15 1.00", ""),
+    "a pass in which all is slower": ([0.1, 0.12], [0.12, 0.144], "slower", "1.20 1.20", ""),
 }
 
 
@@ -164,11 +169,11 @@ CONCLUSIONS = [
         RUNS | {"alike": timed("alike", 0.1001, 0.01)},
         {"parts": BOTH, "ref": 10, "fast": 20, "alike": 20},
         ("fast and alike are fastest", "2.00 times as fast as the reference ref", "55.0 ms less exposed",
-         "38.5 ms less", "Believe it", "over 40 pairs", "0.50 to 0.50", "10.0 MiB (ref), 50 % less than fast"),
+         "38.5 ms less", "Believe it", "over 1 pass,", "0.44 to 0.56", "10.0 MiB (ref), 50 % less than fast"),
         (),
     ),
-    (PASSES, {"parts": BOTH, "equal_compute": True}, ("55.3 ms less exposed", "38 pairs of steps in 2"), ("compute",)),
-    ({"ref": in_passes("ref", 0.1, 0.12), "fast": in_passes("fast", 0.11, 0.09)}, {}, ("Passes disagree",), ()),
+    (PASSES, {"parts": BOTH, "equal_compute": True}, ("55.3 ms less exposed", "over 2 passes"), ("compute",)),
+    ({"ref": in_passes("ref", 0.1, 0.12), "fast": in_passes("fast", 0.11, 0.09)}, {}, ("No choice wins", "--passes"), ()),
     ({"ref": timed("ref", 0.1001), "fast": timed("fast", 0.1, 0.01)}, {"parts": BOTH}, ("No choice wins",), NO_CLAIM),
     ({"ref": record("ref", 0.2), "fast": record("fast", 0.1)}, {"parts": BOTH}, ("Too few steps",), NO_CLAIM),
     (
@@ -192,16 +197,6 @@ def test_who_wins_and_why(records, how, says, never):
     assert all(word in text for word in says) and not any(word in text for word in never), text
 
 
-@each_row("others", [1, 6])
-def test_as_many_steps_as_are_asked_for_are_enough(others):
-    """Every further comparison makes chance likelier, so that each needs more pairs."""
-    names = ["ref", *(f"choice_{place}" for place in range(others))]
-    enough = fewest_pairs(others)
-    for pairs, begins in ((enough - 1, "Too few steps"), (enough, "ref is fastest")):
-        records = {name: timed(name, 0.1 + 0.1 * place, steps=pairs + 1) for place, name in enumerate(names)}
-        assert concluded(records).startswith(begins)
-
-
 def test_a_fast_choice_that_fails_its_audit_is_suspected():
     table = comparison(RUNS, {}, "ref")
     for failures, is_sure in (([0, 2], False), ([0, 0], True)):
@@ -218,16 +213,16 @@ SHARED = {"gpu_sharing": "2 ranks a GPU, in turns"}
 
 @each_row("one, other", [(NCCL2, LEGACY), (NCCL2 | SHARED, NCCL2)])
 def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one, other):
-    """Over torch's `nccl` the reference takes twice as long as `ours`, over the older class a tenth longer."""
+    """Over torch's `nccl` the reference takes twice as long as `ours`, over the older class a quarter longer."""
     records = {
         "ours": timed("ours", 0.1) | one,
         "pytorch_ddp": timed("pytorch_ddp", 0.2) | one,
         "ours@nccl-legacy": timed("ours", 0.1) | other,
-        "pytorch_ddp@nccl-legacy": timed("pytorch_ddp", 0.11) | other,
+        "pytorch_ddp@nccl-legacy": timed("pytorch_ddp", 0.125) | other,
     }
     table = comparison(records, {}, "pytorch_ddp").set_index("choice")
-    assert table["step_time_ratio"].tolist() == [0.5, 1.0, 0.9091, 1.0]
-    assert table["paired_ratio"].tolist()[::2] == [0.5, 0.9091]
+    assert table["step_time_ratio"].tolist() == [0.5, 1.0, 0.8, 1.0]
+    assert table["paired_ratio"].tolist()[::2] == [0.5, 0.8]
     assert table["verdict"].tolist() == ["faster", "reference"] * 2
     assert table["backend_class"].tolist() == [one["backend_class"]] * 2 + [other["backend_class"]] * 2
     assert table["gpu_sharing"].isna().tolist() == ["gpu_sharing" not in one] * 2 + [True] * 2

@@ -1,56 +1,83 @@
-"""The paired test: against figures worked out by hand, brute force over all signs, and simulated runs."""
-
-from itertools import product
+"""The test of runs: against figures worked out by hand, scipy's t-test, and simulated runs."""
 
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from ddp_lab.analysis.metrics.significance import (
+    EXPECTED_SPREAD,
+    NO_SPREAD,
     Estimate,
-    averages_outside,
-    batch_means,
-    directions,
+    Spread,
+    apart,
+    difference,
+    expected_spread,
     holm,
-    paired,
-    paired_ratio,
+    noise,
+    pooled,
+    runs_needed,
+    signs,
+    spread_beside,
 )
 from tests.tables import each_row
 
-
-def test_an_estimate_worked_out_by_hand():
-    """18 pairs make six batches of three, whose means are 1 to 6. Their 21 averages of two lie evenly around 3.5. All
-    are above 0, which chance does in 2 of 64 cases; a narrower interval than from the least to the largest would miss
-    in 4 of 64."""
-    values = np.repeat([4.0, 1.0, 6.0, 2.0, 5.0, 3.0], 3) + np.tile([-0.5, 0.0, 0.5], 6)
-    assert batch_means(values).tolist() == [4, 1, 6, 2, 5, 3]
-    assert paired(values) == Estimate(3.5, 1.0, 6.0, 2 / 64, pairs=18, batches=6)
+RUNS = st.lists(st.floats(-1, 1), min_size=2, max_size=6, unique=True)
 
 
-def test_batches_are_of_consecutive_pairs_and_the_first_are_left_out():
-    assert batch_means(np.arange(20.0)).tolist() == [3, 6, 9, 12, 15, 18]  # 2 .. 4, 5 .. 7, ...
-    assert len(batch_means(np.arange(35.0))) == 11 and len(batch_means(np.arange(1000.0))) == 10
+@given(RUNS, RUNS)
+def test_without_an_expected_spread_it_is_the_t_test(old, new):
+    found, known = difference(old, new), stats.ttest_ind(new, old)
+    if np.isfinite(known.pvalue) and np.ptp(old) > 1e-6 < np.ptp(new):
+        assert found.p_value == pytest.approx(known.pvalue, abs=1e-9)
+        interval = known.confidence_interval(0.95)
+        assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
 
 
-@each_row("count", [6, 9, 12])
-def test_the_interval_misses_in_at_most_5_percent_of_all_signs(count):
-    """By brute force: signs of 1 .. count at random, the sum of the positive ones."""
-    sums = np.array([np.dot(signs, range(1, count + 1)) for signs in product((0, 1), repeat=count)])
-    outside = averages_outside(count)
-    assert (sums <= outside).mean() <= 0.025 < (sums <= outside + 1).mean()
+def test_spreads_worked_out_by_hand():
+    """0, 2 and 4, 6 each have variance 2 with one degree of freedom. In a table whose second row is 1 and 3 more, half
+    of each corner is explained by neither row nor column, and one degree of freedom is left."""
+    assert pooled([[0, 2], [4, 6], [9]]) == Spread(2, 2)
+    assert Spread(2, 2).together(Spread(8, 1)) == Spread(4, 3) and NO_SPREAD.together(NO_SPREAD) == NO_SPREAD
+    assert spread_beside(pd.DataFrame([[0, 0], [1, 3]])) == Spread(1, 1)
+    assert spread_beside(pd.DataFrame([[0, 5, 1], [2, 7, np.nan]])) == Spread(0, 1), "a slow pass is no spread"
+    assert spread_beside(pd.DataFrame([[0], [1]])).degrees == 0
 
 
-@settings(max_examples=8)
-@given(st.lists(st.floats(-5, 5), min_size=6, max_size=12, unique=True), st.floats(-5, 5))
-def test_interval_and_p_value_say_the_same(means, shift):
-    """The interval holds the shifts that the test does not reject."""
-    values = np.repeat(means, 3)
-    found, shifted = paired(values), paired(values - shift)
-    averages = np.add.outer(means, means) / 2
-    if np.abs(averages - shift).min() > 1e-9 and len(np.unique(np.abs(np.array(means) - shift))) == len(means):
-        assert (shifted.p_value > 0.05) == (found.low < shift < found.high)
+def test_one_run_a_side_has_the_expected_spread_alone():
+    """2.776 is the quantile of Student's t with four degrees of freedom."""
+    found = difference([0.0], [0.1], expected_spread(0))
+    assert found.high - found.value == pytest.approx(2.776 * 2**0.5 * EXPECTED_SPREAD, rel=1e-3)
+    assert found.low < 0 and np.isnan(difference([0.0], [0.1]).low) and np.isnan(difference([], [0.1]).value)
+
+
+@each_row("runs, planted, least, most", [(1, 0, 0, 0.05), (3, 0, 0, 0.05), (3, 0.08, 0.8, 1), (1, 0.3, 0.8, 1)])
+@each_row("between", [0.01, EXPECTED_SPREAD])
+def test_simulated_runs(runs, planted, least, most, between):
+    """How often equal runs are told apart, and how often what is planted is found."""
+    draw, found = np.random.default_rng(5), []
+    for _ in range(400):
+        old, new = draw.normal([[0], [planted]], between, (2, runs))
+        ((_, sign),) = signs([difference(old, new, expected_spread(0))])
+        found.append(sign != 0)
+    assert least <= np.mean(found) <= most + 0.02
+
+
+def test_runs_are_compared_step_by_step():
+    """Every step is a tenth slower, though each run's own steps vary tenfold, and each misses one."""
+    steps = pd.Series(np.geomspace(10, 100, 30), index=range(1, 31))
+    other = 1.1 * steps.drop(7)[::-1]
+    assert np.exp(apart(other, steps.drop(3))) == pytest.approx(1.1) and noise(other, steps) < 1e-20
+    assert np.isnan(apart(steps[:4], steps)) and noise(steps[:4], steps) == 0
+
+
+def test_the_median_of_noisy_steps_is_noisy():
+    """The variance of a median of n normal values is pi / 2 of that of their mean."""
+    draw = np.random.default_rng(1)
+    base, other = (pd.Series(np.exp(draw.normal(0, 0.1, 10_000))) for _ in "12")
+    assert noise(other, base) == pytest.approx(np.pi / 2 * 0.1**2 / 10_000, rel=0.1)
 
 
 def test_holm_worked_out_by_hand():
@@ -58,20 +85,15 @@ def test_holm_worked_out_by_hand():
     corrected = holm([0.04, float("nan"), 0.01, 0.03])
     assert corrected[0] == corrected[3] == pytest.approx(0.06) and corrected[2] == pytest.approx(0.03)
     assert np.isnan(corrected[1]) and holm([]) == [] and holm([0.6, 0.7]) == [1.0, 1.0]
+    assert signs([Estimate(-1, -2, 0, 0.01), Estimate(1, 0, 2, 0.04), Estimate(), Estimate(3, 2, 4, 0.001)]) == [
+        (0.02, -1),
+        (0.04, 1),
+        (pytest.approx(np.nan, nan_ok=True), 0),
+        (0.003, 1),
+    ]
 
 
-def test_what_no_data_could_show_is_unknown():
-    """Six batches give no p below 2 / 64. For one comparison that is enough, for two it is not, nor for none."""
-    slower, none = paired(np.repeat(np.arange(1.0, 7), 3)), paired(np.ones(3))
-    assert directions([slower, none], null=0.0)[0] == (2 / 64, 1)
-    assert [sign for _, sign in directions([slower, slower], null=0.0)] == [None, None]
-    assert directions([none], null=0.0)[0][1] is None
-    level = paired(np.tile([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], 6))
-    assert directions([level], null=0.0)[0][1] == 0
-
-
-def test_ratios_are_paired_by_step():
-    """Every step is a tenth slower, though each run's own steps vary tenfold, and each misses one."""
-    steps = pd.Series(np.geomspace(10, 100, 30), index=range(1, 31))
-    found = paired_ratio(steps.drop(3), 1.1 * steps.drop(7)[::-1])
-    assert found.pairs == 28 and found[:3] == pytest.approx((1.1, 1.1, 1.1)) and found.p_value < 0.01
+def test_runs_that_would_tell():
+    """An interval twice as wide as the difference takes four times the runs, and half as many again to be safe."""
+    assert runs_needed(Estimate(np.exp(0.1), np.exp(-0.1), np.exp(0.3)), 2) == 12
+    assert runs_needed(Estimate(1.001, 0.9, 1.1), 2) is None and runs_needed(Estimate(1.0, 0.9, 1.1), 2) is None

@@ -15,7 +15,7 @@ from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Di
 from ddp_lab.analysis.comparison.steady import COMPUTE, MOST, STEP, Steady, steady, work_of
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.files import write_csv
-from ddp_lab.analysis.metrics.significance import FEWEST_PAIRS, fewest_pairs
+from ddp_lab.analysis.metrics.significance import EXPECTED_DEGREES, EXPECTED_SPREAD, FEWEST_STEPS, LEVEL
 from ddp_lab.analysis.metrics.utilization import peak_of
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_by_choice_figure
 from ddp_lab.analysis.report.figures.memory import memory_figure
@@ -27,10 +27,11 @@ from ddp_lab.analysis.traces.collectives import KINDS
 from ddp_lab.runtime.errors import listed
 
 HOW_TESTED = (
-    "Step k of every choice trains on the same samples, so times are compared step by step. Ratio and 95 % interval: "
-    "Hodges and Lehmann. p: Wilcoxon's signed-rank test, corrected by Holm. A difference is seen if p is at most 0.05. "
-    f"It is unknown below {FEWEST_PAIRS} pairs, or more if many choices are compared. Pairs are of one pass each, "
-    "and faster or slower is what is so in every pass. A pass is left out where its step takes more than "
+    "The unit is a run, since steps of one run share what the next run has otherwise. Step k of every choice trains on "
+    "the same samples, so in each pass a ratio is the median over steps; the estimate is their mean over passes. The "
+    f"spread of a run is what neither choice nor pass explains, with {EXPECTED_SPREAD:.0%} expected before any run "
+    f"({EXPECTED_DEGREES} degrees of freedom; a moderated t-test, corrected by Holm). A choice is faster or slower if "
+    f"p is at most {LEVEL:g}. A pass is left out where its step takes more than "
     f"{MOST[STEP]:g} times what it takes in the choice's middle pass, or its compute {MOST[COMPUTE]:g} times; if fewer "
     "than two remain, verdicts are withheld."
 )
@@ -94,17 +95,19 @@ class Compared:
 
     @property
     def unknown(self) -> list[str]:
-        """A sentence on why some verdicts are unknown; empty if none is, or if that is said by `withheld`."""
-        open_ones = self.table[(self.table["verdict"] == UNKNOWN) & self.table["withheld"].isna()]
-        if not len(open_ones):
+        """A sentence on why some verdicts are not known; empty if all are, or if that is said by `withheld`."""
+        known = self.table[self.table["withheld"].isna()]
+        if not len(open_ones := known[known["verdict"] == UNKNOWN]):
             return []
-        if open_ones["pairs"].isna().any():
-            return [f"Verdicts are unknown: there is no run of {self.reference}, the reference."]
-        who, pairs = listed(list(open_ones["choice"])), open_ones["pairs"].min()
-        needed = fewest_pairs(int(self.table["pairs"].notna().sum()))
+        if open_ones["passes"].isna().any():
+            return [f"Verdicts are not known: there is no run of {self.reference}, the reference."]
+        if not open_ones["passes"].all():
+            few = listed(list(open_ones.loc[open_ones["passes"] == 0, "choice"]))
+            return [f"Too few steps of {few} were timed: a comparison takes {FEWEST_STEPS} (--max-steps)."]
+        who, widest = listed(list(open_ones["choice"])), (open_ones["paired_ratio_high"] - 1).max()
         return [
-            f"Verdicts on {who} are unknown: {pairs:.0f} pairs of steps with {self.reference} were timed; to tell a "
-            f"difference from chance takes {needed} (--max-steps)."
+            f"Not known whether {who} differ from {self.reference}: with so few passes, less than about {widest:.0%} "
+            "may be chance; more passes would tell (--passes)."
         ]
 
     @property
