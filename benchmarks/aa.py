@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from ddp_lab.analysis.comparison.changes import Run, step_times
-from ddp_lab.analysis.comparison.steady import timed_steps_ms, without_core
+from ddp_lab.analysis.comparison.timing import timed_steps_ms, without_core
 from ddp_lab.analysis.metrics.significance import LEVEL
 from ddp_lab.analysis.record import read_record
 from ddp_lab.progress import long_work

@@ -247,8 +247,7 @@ SPEED_COLUMNS = {
         "p", "", "of no difference: moderated t-test with the run as unit, corrected by Holm", 1, 4
     ),
     "passes": Column("passes", "", "runs that were compared with one of the reference"),
-    "verdict": Column("verdict", "", "against the reference: faster, slower, not known, or withheld"),
-    "withheld": Column("withheld", "", "why verdicts are withheld; empty if they are not"),
+    "verdict": Column("verdict", "", "against the reference: faster, slower, or not known"),
     "samples_per_second": Column("throughput", "samples/s", "samples over time of the timed steps, all ranks"),
     "tokens_per_second": Column(
         "tokens", "tokens/s", "tokens over the same time, all ranks; empty without tokens", 1, 0

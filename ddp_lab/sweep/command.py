@@ -173,7 +173,7 @@ def load_line(ranks: int, load: float, cores: int) -> str:
         return ""
     return (
         f"warning: this machine is busy: {load:.1f} threads for {cores} cores in the last minute, and {ranks} ranks "
-        "come; where times differ between passes, verdicts will be withheld"
+        "come; where times differ between passes, little will be known"
     )
 
 

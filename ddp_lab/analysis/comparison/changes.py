@@ -9,7 +9,7 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import CHANGE_COLUMNS, COMPONENTS, kinds_run
 from ddp_lab.analysis.comparison.compare import largest_difference, run_row, traced_row
-from ddp_lab.analysis.comparison.steady import expected_of, timed_steps_ms
+from ddp_lab.analysis.comparison.timing import expected_of, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.metrics.significance import (
     Estimate,

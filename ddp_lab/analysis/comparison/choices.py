@@ -14,7 +14,7 @@ from ddp_lab.analysis.columns import COMPARISON_COLUMNS
 from ddp_lab.analysis.command import report_folder, report_on_window
 from ddp_lab.analysis.comparison.compare import REFERENCE, latest_record
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, field_of, require_comparable
-from ddp_lab.analysis.comparison.steady import passes_of, with_passes
+from ddp_lab.analysis.comparison.timing import passes_of, with_passes
 from ddp_lab.analysis.comparison.traced import Traced, keep
 from ddp_lab.analysis.mesh import mesh_of
 from ddp_lab.analysis.metrics.exposure import exposure
@@ -100,7 +100,7 @@ def report_on_choices(
     for sharing in compared.table["gpu_sharing"].dropna().unique():
         print(f"{sharing}: {SHARED_GPU}")
     print_table(compared.table, Console())
-    for line in [*compared.withheld, *compared.unknown, *compared.left_out, *([unfinished] if unfinished else [])]:
+    for line in [*compared.unsteady, *compared.unknown, *([unfinished] if unfinished else [])]:
         print(line)
     return write_comparison(compared, output_dir / report_root)
 
@@ -149,11 +149,7 @@ def last_window(trace_dir: Path, run_id: str) -> Window:
 def print_table(table: pd.DataFrame, console: Console) -> None:
     """The most important columns, each row on one line."""
     shown = Table(box=None, pad_edge=False)
-    hidden = {
-        "tokens_per_second": table["tokens_per_second"].isna().all(),
-        "step_time_ratio": table["withheld"].notna().any(),
-    }
-    names = [name for name in SHOWN if not hidden.get(name)]
+    names = [name for name in SHOWN if name != "tokens_per_second" or table[name].notna().any()]
     for name in names:
         column = COMPARISON_COLUMNS[name]
         is_text = name in ("choice", "verdict")

@@ -10,13 +10,14 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, MEMORY_COLUMNS, PART_COLUMNS, SHARE_COLUMNS, TRAFFIC_COLUMNS
 from ddp_lab.analysis.comparison.fairness import by_class
-from ddp_lab.analysis.comparison.steady import all_steps_ms, expected_of, passes_of, steady, timed_steps_ms
+from ddp_lab.analysis.comparison.timing import all_steps_ms, expected_of, passes_of, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.metrics.memory import memory_row
 from ddp_lab.analysis.metrics.significance import (
     Estimate,
     apart,
     estimate,
+    residuals,
     signs,
     spread_beside,
 )
@@ -25,7 +26,9 @@ from ddp_lab.analysis.record import failure_of, read_record
 
 REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline", "reports_parallel": "tp"}
 """The choice that ratios refer to, by report folder."""
-IS_REFERENCE, UNKNOWN, WITHHELD = "reference", "not known", "withheld"
+IS_REFERENCE, UNKNOWN = "reference", "not known"
+MOST_SPREAD = 0.1
+"""Beyond it, the machine is named as the reason why little is known."""
 VERDICTS = {-1: "faster", 0: UNKNOWN, 1: "slower"}
 
 
@@ -49,19 +52,40 @@ def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str
     """Every other run compared with the reference, pass by pass; empty without the reference."""
     if reference not in records:
         return {}
-    runs = {name: passes_of(record) for name, record in records.items()}
-    times = {name: {number: timed_steps_ms(run) for number, run in each.items()} for name, each in runs.items()}
-    base = times[reference]
-    logs = pd.DataFrame({name: {n: apart(mine[n], base[n]) for n in base if n in mine} for name, mine in times.items()})
-    pairs = [(run, runs[reference][n]) for each in runs.values() for n, run in each.items() if n in base]
-    spread = spread_beside(logs.T).together(expected_of(pairs))
-    by_pass = {name: logs[name].dropna() for name in records if name != reference}
+    base, logs = passes_of(records[reference]), logs_by_pass(records, reference)
+    pairs = [(run, base[n]) for record in records.values() for n, run in passes_of(record).items() if n in base]
+    spread = spread_beside(logs).together(expected_of(pairs))
+    by_pass: dict[str, pd.Series] = {name: logs.T[name].dropna() for name in records if name != reference}
     estimates = [estimate(float(each.mean()), (len(each), len(each)), spread) for each in by_pass.values()]
     standing = {}
     for (name, each), found, (p_value, sign) in zip(by_pass.items(), estimates, signs(estimates), strict=True):
         verdict = VERDICTS[sign if (np.sign(each) == sign).all() else 0]
         standing[name] = Standing(found.ratio(), p_value, verdict, np.exp(each).to_dict())
     return standing
+
+
+def logs_by_pass(records: Mapping[str, dict[str, Any]], reference: str) -> pd.DataFrame:
+    """The logarithm of each run's step time over the reference's, by choice (rows) and pass."""
+    times = {name: {n: timed_steps_ms(run) for n, run in passes_of(record).items()} for name, record in records.items()}
+    base = times[reference]
+    rows = {name: {n: apart(mine[n], base[n]) for n in base if n in mine} for name, mine in times.items()}
+    return pd.DataFrame.from_dict(rows, orient="index", dtype=float)
+
+
+def unsteady(records: Mapping[str, dict[str, Any]], reference: str) -> str:
+    """A sentence on a machine that changed between passes, by more than `MOST_SPREAD`; else empty."""
+    logs = logs_by_pass(records, reference) if reference in records else pd.DataFrame()
+    deviation = spread_beside(logs).variance ** 0.5
+    if deviation <= MOST_SPREAD:
+        return ""
+    worst = str(residuals(logs).abs().max(axis="columns").idxmax())
+    medians = {number: timed_steps_ms(run).median() for number, run in passes_of(records[worst]).items()}
+    shown = " and ".join(f"{ms:,.1f} ms (pass {number})" for number, ms in medians.items())
+    return (
+        f"The machine changed during the sweep: runs of one choice differ by {deviation:.0%} from pass to pass "
+        f"(standard deviation), most those of {worst}: {shown}. Run again when it is quiet, or with more passes "
+        "(--passes)."
+    )
 
 
 def latest_record(choice_dir: Path) -> dict[str, Any] | None:
@@ -111,13 +135,12 @@ def group_rows(
     records: Mapping[str, dict[str, Any]], traced: Mapping[str, Traced], reference: str
 ) -> list[dict[str, Any]]:
     """Rows of runs that are compared with each other, but for the ratios of medians."""
-    records, withheld, _ = steady(records, traced)
     base_name = next((name for name, record in records.items() if record["choice"] == reference), "")
     stand, base = standings(records, base_name), records.get(base_name)
     rows = []
     for name, record in records.items():
         row = {**run_row(record), **traced_row(traced.get(name), [*passes_of(record)]), "choice": name}
-        row |= {"verdict": UNKNOWN, "withheld": withheld or None}
+        row["verdict"] = UNKNOWN
         row["loss_difference"] = largest_difference(record, base) if base else float("nan")
         if name == base_name:
             row["verdict"] = IS_REFERENCE
@@ -128,8 +151,6 @@ def group_rows(
             row["paired_p_value"] = found.p_value
             if len(found.by_pass) > 1:
                 row["step_time_ratio_by_pass"] = " ".join(f"{ratio:.2f}" for ratio in found.by_pass.values())
-        if withheld and name != base_name:
-            row["verdict"] = WITHHELD
         rows.append(row)
     return rows
 

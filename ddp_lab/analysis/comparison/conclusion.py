@@ -53,7 +53,6 @@ def verdict(
     table: pd.DataFrame,
     to_fastest: Mapping[str, Standing],
     affected: Sequence[str] = (),
-    withheld: str = "",
     equal_compute: bool = False,
 ) -> Verdict:
     """The fastest choice against the reference, or against the next choice if it is the reference itself.
@@ -62,15 +61,12 @@ def verdict(
         table: From `comparison`.
         to_fastest: The step times of the other choices, compared with the fastest.
         affected: Figures that cannot be compared, since the runs differ in other settings.
-        withheld: Why no choice may be said to win; empty if one may.
         equal_compute: All choices do equal compute, so that a difference in it is no merit of theirs.
     """
     if len(table) == 1:
         return Verdict("Only one choice was run, so there is nothing to compare it with.")
     if TIME in affected:
         return Verdict("Step times cannot be compared here, so no choice wins.")
-    if withheld:
-        return Verdict(f"The verdict is withheld: {withheld}.")
     timed = table.dropna(subset=["step_time_ms_median"]).sort_values("step_time_ms_median", kind="stable")
     if len(timed) < 2:
         return Verdict("Fewer than two choices have timed steps, so their speed cannot be compared.")

@@ -79,18 +79,20 @@ def pooled(groups: Iterable[Sequence[float]]) -> Spread:
     return spread
 
 
-def spread_beside(table: pd.DataFrame) -> Spread:
+def residuals(table: pd.DataFrame) -> pd.DataFrame:
     """What neither the row nor the column explains in a table of choices (rows) by passes (columns).
 
-    A pass in which the whole machine is slower moves a column, and is no spread.
+    A pass in which the whole machine is slower moves a column, and leaves nothing here.
     """
     whole = table.dropna(axis="columns")
-    degrees = (whole.shape[0] - 1) * (whole.shape[1] - 1)
-    if degrees < 1:
-        return NO_SPREAD
-    values = whole.to_numpy()
-    rest = values - values.mean(axis=0) - values.mean(axis=1, keepdims=True) + values.mean()
-    return Spread(float((rest**2).sum() / degrees), degrees)
+    return whole.sub(whole.mean(axis="columns"), axis="index") - whole.mean() + whole.to_numpy().mean()
+
+
+def spread_beside(table: pd.DataFrame) -> Spread:
+    """The spread of `residuals`."""
+    rest = residuals(table)
+    degrees = (rest.shape[0] - 1) * (rest.shape[1] - 1)
+    return Spread(float((rest**2).to_numpy().sum() / degrees), degrees) if degrees > 0 else NO_SPREAD
 
 
 def expected_spread(noise: float) -> Spread:

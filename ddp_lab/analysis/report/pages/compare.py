@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, Column, kinds_run
-from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, comparison, standings
+from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, comparison, standings, unsteady
 from ddp_lab.analysis.comparison.conclusion import Verdict, fastest, leanest, verdict
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Difference, affected, by_class, class_of
-from ddp_lab.analysis.comparison.steady import COMPUTE, MOST, STEP, Steady, steady, work_of
+from ddp_lab.analysis.comparison.timing import work_of
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.metrics.significance import EXPECTED_DEGREES, EXPECTED_SPREAD, FEWEST_STEPS, LEVEL
@@ -31,9 +31,7 @@ HOW_TESTED = (
     "the same samples, so in each pass a ratio is the median over steps; the estimate is their mean over passes. The "
     f"spread of a run is what neither choice nor pass explains, with {EXPECTED_SPREAD:.0%} expected before any run "
     f"({EXPECTED_DEGREES} degrees of freedom; a moderated t-test, corrected by Holm). A choice is faster or slower if "
-    f"p is at most {LEVEL:g}. A pass is left out where its step takes more than "
-    f"{MOST[STEP]:g} times what it takes in the choice's middle pass, or its compute {MOST[COMPUTE]:g} times; if fewer "
-    "than two remain, verdicts are withheld."
+    f"p is at most {LEVEL:g}, and if it is so in every pass."
 )
 NOT_ACROSS = (
     "These runs are over more than one backend class, or share GPUs differently, and both change step times "
@@ -78,26 +76,19 @@ class Compared:
         """Whether the user allowed runs over different backend classes to be compared."""
         return any(difference.name == BACKEND_CLASS for difference in self.differences)
 
-    @cached_property
-    def steadiness(self) -> list[Steady]:
-        """Of each of `groups`."""
-        return [steady(group, self.traced) for group in self.groups]
-
     @property
-    def left_out(self) -> list[str]:
-        """A sentence on each pass that is left out, since the machine changed."""
-        return [f"A pass is left out: {said}." for each in self.steadiness for said in each.left_out]
+    def unsteady(self) -> list[str]:
+        """A sentence on each group of runs between which the machine changed."""
+        return [line for group in self.groups if (line := unsteady(group, self.reference_in(group)))]
 
-    @property
-    def withheld(self) -> list[str]:
-        """Sentences on why verdicts are withheld."""
-        return [f"Verdicts are withheld: {each.withheld}." for each in self.steadiness if each.withheld]
+    def reference_in(self, group: Mapping[str, dict[str, Any]]) -> str:
+        """The label of the reference in a group of runs; empty without one."""
+        return next((label for label, record in group.items() if record["choice"] == self.reference), "")
 
     @property
     def unknown(self) -> list[str]:
-        """A sentence on why some verdicts are not known; empty if all are, or if that is said by `withheld`."""
-        known = self.table[self.table["withheld"].isna()]
-        if not len(open_ones := known[known["verdict"] == UNKNOWN]):
+        """A sentence on why some verdicts are not known; empty if all are."""
+        if not len(open_ones := self.table[self.table["verdict"] == UNKNOWN]):
             return []
         if open_ones["passes"].isna().any():
             return [f"Verdicts are not known: there is no run of {self.reference}, the reference."]
@@ -176,22 +167,22 @@ def summary_lines(compared: Compared) -> list[str]:
         lines.append(
             f"Without figures of traces, since traces of some ranks are missing: {', '.join(compared.incomplete)}."
         )
-    lines += compared.left_out
+    lines += compared.unsteady
     return lines + audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
 
 
 def verdicts(compared: Compared) -> list[tuple[str, Verdict, str]]:
     """For each group of runs that are compared: which it is, its verdict, and what needs least memory."""
     affects, found = affected(compared.differences), []
-    for group, (records, withheld, _) in zip(compared.groups, compared.steadiness, strict=True):
+    for group in compared.groups:
         rows = compared.table[compared.table["choice"].isin(list(group))]
         best = fastest(rows)
-        standing = standings(records, best) if best else {}
+        standing = standings(group, best) if best else {}
         works = {work_of(record) for record in group.values()}
         over = f"Over {next(iter(group.values()))['backend_class']}: " if len(compared.groups) > 1 else ""
-        lean = "" if MEMORY in affects else leanest(rows, {} if TIME in affects or withheld else standing)
+        lean = "" if MEMORY in affects else leanest(rows, {} if TIME in affects else standing)
         equal_compute = len(works) == 1 and None not in works
-        found.append((over, verdict(rows, standing, affects, withheld, equal_compute), lean))
+        found.append((over, verdict(rows, standing, affects, equal_compute), lean))
     return found
 
 
@@ -207,7 +198,7 @@ def figures_sections(compared: Compared) -> list[Section]:
     rows = table.to_dict("records")
     ratio_of = {ratio: name for name, ratio in RATIOS.items()}
     for name, column in COMPARISON_COLUMNS.items():
-        if name not in ("choice", "withheld") and table[name].notna().any() and not name.startswith(silent):
+        if name != "choice" and table[name].notna().any() and not name.startswith(silent):
             label = f"ratio of {COMPARISON_COLUMNS[ratio_of[name]].label}" if name in ratio_of else column.label
             figure = cell("", f"{label}, {column.unit}" if column.unit else label, FIGURE)
             values = [cell(name, row[name], column) for row in rows]

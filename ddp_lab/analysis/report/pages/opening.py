@@ -31,17 +31,15 @@ COLUMNS = CHOICE | {
 def opening(
     verdicts: Sequence[tuple[str, Verdict, str]], comparison: pd.DataFrame, linked: Collection[str] = ()
 ) -> Markup:
-    """The first screen as HTML, with the fastest choice on top; without any rank by time where verdicts are withheld.
+    """The first screen as HTML, with the fastest choice on top.
 
     Args:
         verdicts: For each group of runs that are compared: which it is, its verdict, and what needs least memory.
         comparison: The table of `ddp_lab.analysis.comparison.compare.comparison`.
         linked: Choices whose name leads to their `summary.html`.
     """
-    withheld = comparison["withheld"].notna().any()
-    ranked = comparison if withheld else comparison.sort_values("step_time_ms_median", kind="stable")
-    shown_columns = [name for name in COLUMNS if not (withheld and name == "step_time_ratio")]
-    choices = table("choices", ranked[shown_columns], COLUMNS)
+    ranked = comparison.sort_values("step_time_ms_median", kind="stable")
+    choices = table("choices", ranked[list(COLUMNS)], COLUMNS)
     for name, *_ in choices["rows"]:
         if name["value"] in linked:
             name["link"] = f"{quote(name['value'])}/summary.html"
@@ -56,7 +54,7 @@ def opening(
             bars=bars,
             legend=[part for part in (*PARTS, NOT_TRACED) if part in drawn],
             table=choices,
-            heading="Choices" if withheld else "Choices, the fastest first",
+            heading="Choices, the fastest first",
         )
     )
 
