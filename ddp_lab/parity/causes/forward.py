@@ -5,6 +5,10 @@ from ddp_lab.parity.comparison import Comparison, Quantity
 from ddp_lab.parity.store import BUFFER, OUTPUT, OUTPUT_GRADIENT, START
 from ddp_lab.parity.table import Table
 
+SEEN = "a torch.autograd.Function around it has the matching collective in backward, on a contiguous gradient"
+"""What to do. `torch.distributed.nn.functional` is no help: over Gloo its all_gather gives wrong gradients where the
+incoming one is strided (torch 2.15)."""
+
 
 def other_mode(made: Comparison, first: Quantity) -> Cause | None:
     name = of_module(first)
@@ -129,16 +133,16 @@ def backward(made: Comparison, first: Quantity) -> Cause | None:
         return Cause(
             f"outputs agree, and the loss gives another gradient to that of {first.name or 'the model'}",
             "a collective within the loss that autograd does not see, as torch.distributed.all_gather or all_reduce "
-            "(torch.distributed.nn.functional has those that it sees). Or another loss: labels that are shifted after "
-            "the cut, other tokens left out, or other weights.",
+            f"({SEEN}). Or another loss: labels that are shifted after the cut, other tokens left out, or other "
+            "weights.",
         )
     if (found := other_scalar(made, first.step)) is not None:
         return found
     after = gradients[gradients.index(first) - 1].name
     return Cause(
         f"outputs agree, and the gradient goes wrong in backward between {after} and {first.name}",
-        "a collective that autograd does not see (torch.distributed.nn.functional has those that it sees), an input of "
-        "cut layers whose gradient is not summed over ranks, a detach(), or the backward of a Function.",
+        f"a collective that autograd does not see ({SEEN}), an input of cut layers whose gradient is not summed over "
+        "ranks, a detach(), or the backward of a Function.",
     )
 
 
