@@ -6,15 +6,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ddp_lab.record_format import ranks_in
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.collectives.ranks import Ranks
 
 COMPLETED = "completed"
 Line = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 Sizes = Annotated[str, Meta(pattern=r"\A[a-z]+=[1-9]\d{0,5}(,[a-z]+=[1-9]\d{0,5})*\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**50)]
 Several = Annotated[int, Meta(ge=1, le=2**40)]
-Ranks = Annotated[int, Meta(ge=1, le=10**6)]
+GroupSize = Annotated[int, Meta(ge=1, le=10**6)]
 Seconds = Annotated[float, Meta(ge=1e-9, le=1e9)]
 Rate = Annotated[float, Meta(ge=1e-9, le=1e30)]
 Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
@@ -60,10 +59,7 @@ def or_none(names: str) -> dict[str, Any]:
 
 
 def ranks_exist(settings: Any) -> None:
-    try:
-        ranks_in(settings.profile_ranks or "0", "profile_ranks")
-    except UserError as error:
-        raise ValueError(str(error)) from None
+    Ranks.parse(settings.profile_ranks or "0")
 
 
 def is_table(timeline: Any) -> None:
@@ -137,7 +133,7 @@ MEMORY = layout(
 RUN_RECORD = layout(
     "RunRecord",
     {
-        Ranks: "world_size",
+        GroupSize: "world_size",
         Line: "backend backend_class device_name optimizer",
         SETTINGS: "config",
         Count: "settling_steps eval_samples",

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from ddp_lab.analysis.layout import RUN_RECORD, Ended
-from ddp_lab.record_format import RECORD_VERSION, ranks_in
+from ddp_lab.collectives.ranks import Ranks
+from ddp_lab.record_format import RECORD_VERSION
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted, json_bytes
 
@@ -58,4 +59,4 @@ def leaves_traces(record: dict[str, Any]) -> bool:
 def profiled_ranks(record: dict[str, Any]) -> list[int]:
     """The ranks of which the run was to leave traces: all of them, or those of --profile-ranks."""
     chosen = record["config"]["profile_ranks"]
-    return sorted(ranks_in(chosen, "--profile-ranks")) if chosen else list(range(record["world_size"]))
+    return sorted(set(Ranks.parse(chosen))) if chosen else list(range(record["world_size"]))

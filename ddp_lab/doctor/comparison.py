@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddp_lab.collectives.ranks import ranks_in_words
 from ddp_lab.doctor.reading.flight_recorder import Call, Dump
-from ddp_lab.doctor.reading.texts import Line, ranks_in_words
+from ddp_lab.doctor.reading.texts import Line
 
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "all_gather_v", "reduce_scatter_v", "coalesced", "barrier")
 """Collectives that may move different sizes on different ranks."""

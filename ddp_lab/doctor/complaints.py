@@ -13,10 +13,11 @@ from typing import Literal
 
 import msgspec
 
+from ddp_lab.collectives.ranks import ranks_in_words
 from ddp_lab.doctor.diagnosis import Finding
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.complaints import END, KINDS
-from ddp_lab.doctor.reading.texts import JOB_RANK, Line, ranks_in_words
+from ddp_lab.doctor.reading.texts import JOB_RANK, Line
 
 _NUMBER = re.compile(
     r"((?:\b(?:exit(?:ed with)?(?: ?code)?|exitcode|errorcode|status|error|signal|return code)[ :=(]{0,6}-?)?)"

@@ -4,18 +4,17 @@ A run leaves a mark within each `c10d::` operator: an event of no length named `
 (`ddp_lab.runtime.watch.sequence`). Kernels of NCCL name their group themselves.
 """
 
-import re
 from bisect import bisect_right
 from typing import Any
 
 import pandas as pd
 
+from ddp_lab.collectives import ranks
+from ddp_lab.collectives.ranks import NAMED, Ranks
+
 EVERYBODY = "all ranks"
 """The name of the only process group in a trace that names none, and of one of all ranks."""
 MARK = "group ranks "
-NAMED = re.compile(r"ranks (?P<ranks>\d[\d, -]*)(?: by (?P<by>\d+))?(?P<which>(?:, [a-z].*?)?(?: \(\d+\))?)")
-MOST_RANKS = 10**6
-"""More in one name are an error in the trace."""
 
 
 def calls_by_thread(events: pd.DataFrame, prefix: str) -> dict[str, list[Any]]:
@@ -48,21 +47,9 @@ def marked_groups(events: pd.DataFrame, world_size: int) -> dict[int, str]:
 def shown(name: str, world_size: int) -> str:
     """A group's name as tables show it: `EVERYBODY` in the place of all ranks."""
     whole = NAMED.fullmatch(name)
-    is_everybody = whole and len(ranks_of(name, world_size)) == world_size
-    return EVERYBODY + (whole["which"] or "") if whole and is_everybody else name
+    return EVERYBODY + whole["rest"] if whole and len(ranks_of(name, world_size)) == world_size else name
 
 
-def ranks_of(name: str, world_size: int) -> tuple[int, ...]:
+def ranks_of(name: str, world_size: int) -> Ranks:
     """The ranks of a group with this name; empty if it does not say."""
-    if name.startswith(EVERYBODY):
-        return tuple(range(world_size))
-    whole = NAMED.fullmatch(name)
-    if whole is None:
-        return ()
-    ranks: list[int] = []
-    for part in whole["ranks"].split(","):
-        first, _, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal() and int(last or first) < MOST_RANKS):
-            return ()
-        ranks += range(int(first), int(last or first) + 1, max(1, int(whole["by"] or 1)))
-    return tuple(ranks)
+    return Ranks(range(world_size)) if name.startswith(EVERYBODY) else ranks.ranks_of(name)

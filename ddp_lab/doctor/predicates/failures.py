@@ -5,9 +5,10 @@ from bisect import bisect, bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from ddp_lab.collectives.ranks import ranks_in_words
 from ddp_lab.doctor.facts import LAST_LINES, Facts, Match
 from ddp_lab.doctor.reading.complaints import EXCEPTION, Said
-from ddp_lab.doctor.reading.texts import JOB_RANK, Line, Text, ranks_in_words
+from ddp_lab.doctor.reading.texts import JOB_RANK, Line, Text
 
 SOON = 100
 """Lines within which a job fails that does not survive an error."""

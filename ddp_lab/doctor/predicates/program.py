@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from ddp_lab.collectives.ranks import ranks_in_words
 from ddp_lab.doctor.comparison import evidence
 from ddp_lab.doctor.facts import EARLY, Facts, Match
 from ddp_lab.doctor.reading.stacks import Stack
-from ddp_lab.doctor.reading.texts import Line, printable, ranks_in_words
+from ddp_lab.doctor.reading.texts import Line, printable
 from ddp_lab.doctor.reading.watchdog import Status, Timeout
 
 POINT_TO_POINT = {"SEND", "RECV", "RECVANYSOURCE", "COALESCED", "UNKNOWN"}

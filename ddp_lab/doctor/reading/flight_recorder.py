@@ -8,19 +8,16 @@ project writes `<anything>rank_<R>.flight.json` when a run hangs; its layout is 
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
 
+from ddp_lab.collectives.ranks import MOST_RANKS, ranks_of
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.watch.mismatch import MESSAGES
 
-_RANKS = re.compile(r"(?:ranks )?\[?(\d{1,6}(?:-\d{1,6})?(?:, ?\d{1,6}(?:-\d{1,6})?)*)\]?(?: \(\d{1,4}\))?")
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
-
-MOST_RANKS = 1_000_000
-"""More than any job has. A file with a larger number is refused."""
 
 
 class OwnEntry(msgspec.Struct):
@@ -148,7 +145,7 @@ def _from_torch(path: str, dump: TorchDump) -> Dump:
         config = dump.pg_config.get(group, TorchGroup())  # Gloo's (2.15) has one entry, "", of the last group made
         description = entry.process_group[-1] if len(entry.process_group) > 1 else group
         label = f"{group} ({description})" if description not in ("", "undefined", group) else group
-        members[label] = _ranks_in(config.ranks)
+        members[label] = frozenset(ranks_of(f"ranks {config.ranks.strip('[]')}"))
         if entry.is_p2p:
             continue
         sizes = " and ".join("x".join(map(str, size)) or "1" for size in entry.input_sizes[:3])
@@ -172,16 +169,4 @@ def _members_of(group: str, world_size: int) -> frozenset[int]:
     """The ranks of a group in this project's record; empty if its name does not list them."""
     if group.startswith(f"{world_size} ranks"):
         return frozenset(range(world_size))
-    return _ranks_in(group)
-
-
-@cache
-def _ranks_in(text: str) -> frozenset[int]:
-    """The ranks in `ranks 0,1`, `ranks 0-3,8 (2)` or `[0, 1]`; empty if it names none."""
-    match = _RANKS.fullmatch(text)
-    if not match:
-        return frozenset()
-    bounds = [part.partition("-") for part in match[1].replace(" ", "").split(",")]
-    if sum(int(last or first) - int(first) + 1 for first, _, last in bounds) > MOST_RANKS:
-        return frozenset()
-    return frozenset(rank for first, _, last in bounds for rank in range(int(first), int(last or first) + 1))
+    return frozenset(ranks_of(group))

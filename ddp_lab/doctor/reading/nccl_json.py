@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from ddp_lab.doctor.reading.flight_recorder import MOST_RANKS
+from ddp_lab.collectives.ranks import MOST_RANKS
 from ddp_lab.doctor.reading.texts import Line, count_of, printable
 from ddp_lab.runtime.errors import UserError
 

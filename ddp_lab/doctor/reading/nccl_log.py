@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ddp_lab.doctor.reading.texts import Line, Text, ranks_in_words
+from ddp_lab.collectives.ranks import ranks_in_words
+from ddp_lab.doctor.reading.texts import Line, Text
 
 RDMA = "InfiniBand or RoCE"
 _PREFIX = re.compile(r":(\d{1,10}):\d{1,10} \[(\d{1,3})\] ")

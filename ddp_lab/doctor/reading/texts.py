@@ -3,7 +3,7 @@
 import codecs
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -197,19 +197,6 @@ def printable(text: str) -> str:
     """`text` without codes that move a terminal's cursor, change its colours or reorder its text."""
     clean = CONTROL.sub("", ANSI.sub("", text)).replace("\r", " ").replace("\n", " ")
     return clean.encode(errors="replace").decode()
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 2` or `ranks 0, 1, 4 to 7`: runs of three and more are shortened."""
-    numbers = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(parts)}"
 
 
 def count_of(number: int, thing: str) -> str:

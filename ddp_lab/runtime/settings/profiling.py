@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
-from ddp_lab.record_format import ranks_in
+from ddp_lab.collectives.ranks import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.field import flag, flag_name
 
@@ -17,7 +17,10 @@ def known_ranks(text: str) -> str:
     Raises:
         UserError: it does not.
     """
-    ranks_in(text, flag_name("profile_ranks"))
+    try:
+        Ranks.parse(text)
+    except ValueError as error:
+        raise UserError(f"{flag_name('profile_ranks')} {text}: {error}") from None
     return text
 
 
@@ -46,7 +49,7 @@ class ProfilingSettings:
 
     def profiles(self, rank: int) -> bool:
         """Whether this rank is profiled."""
-        chosen = self.profile_ranks is None or rank in ranks_in(self.profile_ranks, "--profile-ranks")
+        chosen = self.profile_ranks is None or rank in Ranks.parse(self.profile_ranks)
         return chosen and not self.no_profile
 
     def require_profiled_ranks(self, world_size: int) -> None:
@@ -55,7 +58,7 @@ class ProfilingSettings:
         Raises:
             UserError: names the first that does not.
         """
-        ranks = range(world_size) if self.profile_ranks is None else ranks_in(self.profile_ranks, "--profile-ranks")
+        ranks = range(world_size) if self.profile_ranks is None else Ranks.parse(self.profile_ranks)
         if (highest := max(ranks)) >= world_size:
             raise UserError(
                 f"--profile-ranks {self.profile_ranks}: there is no rank {highest}; the run has ranks 0 to "

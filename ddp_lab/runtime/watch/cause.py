@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ddp_lab.collectives.ranks import ranks_of
 from ddp_lab.runtime.watch.exit_reason import ExitReason
 from ddp_lab.runtime.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
 from ddp_lab.runtime.watch.rank_state import NUMBERS, ON_DEVICE, QUEUED, STARTED, Entry, RankNames, RankState
@@ -157,7 +158,7 @@ def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Endin
     stopped = [rank for rank in reports if rank not in timed_out and reports[rank].is_stopped]
     for _ in reports:
         awaited = _awaited(reports[waiting].state)
-        members = [rank for rank in reports if awaited is None or awaited.is_of(rank)]
+        members = [rank for rank in reports if rank in ((awaited and ranks_of(awaited.group)) or reports)]
         others = [rank for rank in members if rank not in (*timed_out, waiting)]
         missing = [rank for rank in others if _is_behind(reports[rank].state, awaited)]
         slow_devices: list[int] = []

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from ddp_lab.collectives.ranks import LONGEST_NAME
 from ddp_lab.runtime.watch.exit_reason import ExitReason
 from ddp_lab.runtime.watch.rank_state import COMPLETED, ISSUED, STATES, Entry, RankState
 
@@ -39,7 +40,7 @@ class _Slot(ctypes.Structure):
         ("state", ctypes.c_uint8),
         ("kind", ctypes.c_char * 24),
         ("dtype", ctypes.c_char * 16),
-        ("group", ctypes.c_char * 24),
+        ("group", ctypes.c_char * LONGEST_NAME),
     )
 
 

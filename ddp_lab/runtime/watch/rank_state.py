@@ -35,14 +35,6 @@ class Entry:
     state: str
     time_s: float
 
-    def is_of(self, rank: int) -> bool:
-        """Whether `rank` is in the group, by its label (`sequence.group_label`); yes where that names no ranks."""
-        words = self.group.split(" ")
-        if words[0] != "ranks":
-            return True
-        first, _, last = words[1].partition("-")
-        return int(first) <= rank <= int(last) if last else str(rank) in words[1].split(",")
-
     def __str__(self) -> str:
         size = f" of {self.elements} {self.dtype}" if self.elements else ""
         return f"{self.kind} #{self.seq}{size}"

@@ -18,7 +18,7 @@ Strategies do not know of this. A process has one `CollectiveRecorder` or none; 
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -30,6 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 from torch._C._profiler import _RecordFunctionFast as RecordFunction
 
+from ddp_lab.collectives.ranks import Ranks, group_name
 from ddp_lab.runtime.errors import SequenceError
 from ddp_lab.runtime.groups import description
 from ddp_lab.runtime.link.delivery import PacedWork
@@ -90,13 +91,10 @@ class CollectiveRecorder:
         """Record the collectives of `group` too, if they are not yet."""
         if any(group is followed for followed, _, _ in self._groups):
             return
-        name, members = group.group_name, tuple(dist.get_process_group_ranks(group))
-        alike = sum(members == others for _, others, _ in self._groups)
-        label = group_label(members) + (f" ({alike + 1})" if alike else "")
-        what = description(group)
-        namesakes = sum((members, what) == (others, description(other)) for other, others, _ in self._groups)
+        name, members, what = group.group_name, Ranks(dist.get_process_group_ranks(group)), description(group)
         self._groups.append((group, members, name))
-        group.register_pre_hook(HOOK_ID, self._before(name, label, mark_name(members, what, namesakes)))
+        number = sum((members, what) == (ranks, description(made)) for made, ranks, _ in self._groups)
+        group.register_pre_hook(HOOK_ID, self._before(name, group_name(members, what, number)))
         group.register_post_hook(HOOK_ID, self._after(name))
         for backend in map(group._get_backend, group._device_types):
             if backend.supports_abort_hooks:
@@ -138,10 +136,11 @@ class CollectiveRecorder:
         error.collective = str(entry)
         return error
 
-    def _before(self, name: str, label: str, mark: str) -> Callable[[Any], None]:
+    def _before(self, name: str, label: str) -> Callable[[Any], None]:
         # The hook runs for every collective, so what does not change between calls is looked up once.
         flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
         known: dict[tuple[Any, torch.dtype | None], tuple[str, str, int]] = {}
+        mark = f"group {label}"
 
         def hook(call: Any) -> None:
             with RecordFunction(mark):
@@ -212,34 +211,6 @@ class CollectiveRecorder:
         if not self._on_device.ordered(number):
             self._flight.complete(number)
         return answer
-
-
-def group_label(ranks: Sequence[int]) -> str:
-    """A text of at most 19 characters for a process group: the same on all its ranks, and different for other ranks."""
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        label = f"ranks {ranks[0]}-{ranks[-1]}"
-    else:
-        label = f"ranks {','.join(map(str, ranks))}"
-    return label if len(label) <= 19 else f"{len(ranks)} ranks {zlib.crc32(repr(tuple(ranks)).encode()):08x}"
-
-
-def mark_name(ranks: Sequence[int], what: str = "", alike: int = 0) -> str:
-    """The name of the mark of a group of these ranks. `with RecordFunction(name): pass` leaves it.
-
-    Args:
-        what: What the group is for (`ddp_lab.runtime.groups.description`).
-        alike: How many earlier groups have the same ranks, and are for the same.
-    """
-    which = f" ({alike + 1})" if alike else ""
-    return f"group ranks {ranks_text(ranks)}{', ' * bool(what)}{what}{which}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`0,2`. Of more than two at equal distances, the first, the last and the distance: `0-3`, `0-6 by 2`."""
-    distance = ranks[1] - ranks[0] if len(ranks) > 2 else 0
-    if distance < 1 or list(ranks) != list(range(ranks[0], ranks[-1] + 1, distance)):
-        return ",".join(map(str, ranks))
-    return f"{ranks[0]}-{ranks[-1]}" + (f" by {distance}" if distance > 1 else "")
 
 
 def described(name: Any, dtype: torch.dtype | None) -> tuple[str, str, int]:

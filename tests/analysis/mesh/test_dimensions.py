@@ -15,9 +15,9 @@ from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.metrics.stragglers import stragglers
 from ddp_lab.analysis.record import checked
 from ddp_lab.analysis.traces.groups import ranks_of, shown
+from ddp_lab.collectives.ranks import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA_DIMENSIONS, Mesh
-from ddp_lab.runtime.watch.sequence import ranks_text
 from ddp_lab.strategy.account import EVERYONE, Collective
 from ddp_lab.strategy.communication.traffic import on_mesh
 from tests.analysis.metrics.test_exposure import timeline
@@ -36,7 +36,7 @@ def of_text(text):
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40, unique=True).map(sorted), st.integers(0, 2))
 def test_ranks_are_read_from_the_name_of_a_mark(ranks, alike):
-    name = f"ranks {ranks_text(ranks)}" + (f" ({alike + 1})" if alike else "")
+    name = f"ranks {Ranks(ranks)}" + (f" ({alike + 1})" if alike else "")
     assert ranks_of(name, 1000) == tuple(ranks) and shown(name, 1000) == name
     assert ranks_of(f"ranks {str(ranks).strip('[]')}, group 7", 1000) == tuple(ranks)
 

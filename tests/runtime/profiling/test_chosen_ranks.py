@@ -6,14 +6,14 @@ from ddp_lab.analysis.record import profiled_ranks
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
-from ddp_lab.record_format import ranks_in
+from ddp_lab.collectives.ranks import Ranks
 from tests.ranks import RankPool
 from tests.runtime.test_run import TINY, record_of, run_here
 
 
 def test_lists_of_ranks():
-    assert ranks_in("0,1,8", "--x") == {0, 1, 8}
-    assert ranks_in("0-3, 2,9-9", "--x") == {0, 1, 2, 3, 9}
+    assert Ranks.parse("0,1,8") == (0, 1, 8)
+    assert Ranks.parse("0-3, 2,9-9") == (0, 1, 2, 3, 2, 9)
 
 
 def test_only_the_chosen_ranks_leave_traces(ranks: RankPool, tmp_path):
