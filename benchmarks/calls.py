@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.analysis.metrics.exposure import bus_factor
+from ddp_lab.collectives.kinds import bus_factor
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.link.speed import Link
 from ddp_lab.strategy.communication.collectives import all_gather as project_all_gather

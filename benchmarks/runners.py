@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.variants import BARE, PLAIN, RUNTIME
+from ddp_lab.collectives.kinds import sent_share
 from ddp_lab.runtime.build import Parallelize, build_strategy, cut_over_ranks, seed_everything
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.batches import to_device
@@ -148,7 +149,7 @@ def plain_runner(
 
     sends, shards = BARE.get(name, (0, ()))
     expected = expected_state_bytes(size, ranks.world_size, shards)
-    wire_bytes = sends * (ranks.world_size - 1) / ranks.world_size * size.parameter_bytes
+    wire_bytes = sends * sent_share("all_gather", ranks.world_size) * size.parameter_bytes
     return Runner(
         size.elements,
         steps,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from ddp_lab.runtime.watch.mismatch import MESSAGES
+from ddp_lab.collectives.kinds import ENDS
 from ddp_lab.runtime.watch.sequence import SIZED_BY_OUTPUT, described
 from ddp_lab.strategy.batches import MicroBatch, StepData
 from ddp_lab.strategy.strategy import Strategy
@@ -63,7 +63,7 @@ def count(totals: Totals, group_size: int, call: Any) -> None:
     tensors = call.input_tensors or call.output_tensors
     kind, _, _ = described(call.name, tensors[0].dtype if tensors else None)
     if kind and kind != "barrier":
-        kind = "send_recv" if kind in MESSAGES else kind
+        kind = "send_recv" if kind in ENDS else kind
         sent = call.output_tensors if kind in SIZED_BY_OUTPUT else tensors
         nbytes = sum(t.numel() * t.element_size() for t in sent) * (group_size if kind == "scatter" else 1)
         add(totals, (kind, group_size), 1, nbytes)

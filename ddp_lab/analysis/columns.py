@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from ddp_lab.analysis.traces.collectives import KINDS
+from ddp_lab.collectives.kinds import LABELS
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ TIME_COLUMNS = {
 
 KIND_COLUMNS = {
     column: shown
-    for kind in KINDS
+    for kind in LABELS
     for column, shown in (
         (f"{kind}_calls_per_step", Column("calls", "calls/step", "calls of this kind")),
         (f"{kind}_bytes_per_step", Column("payload", "MiB/step", "their payload in bytes", MIB, 3)),
@@ -287,7 +287,7 @@ SHARE_COLUMNS = {
 }
 TRAFFIC_COLUMNS = {
     column: shown
-    for kind, label in KINDS.items()
+    for kind, label in LABELS.items()
     for column, shown in (
         (f"{kind}_calls_per_step", Column(label, "calls/step", "calls of this kind, mean over ranks")),
         (f"{kind}_bytes_per_step", Column(label, "MiB/step", "their payload in bytes, mean over ranks", MIB, 3)),
@@ -360,4 +360,4 @@ CSV_COLUMNS = {
 
 def kinds_run(table: pd.DataFrame) -> list[str]:
     """The kinds of collective of which a row of `summary.csv` or `compare.csv` has at least one call."""
-    return [kind for kind in KINDS if (table[f"{kind}_calls_per_step"] > 0).any()]
+    return [kind for kind in LABELS if (table[f"{kind}_calls_per_step"] > 0).any()]

@@ -19,10 +19,11 @@ from ddp_lab.analysis.metrics.holistic import holistic_figures
 from ddp_lab.analysis.metrics.memory import memory_row
 from ddp_lab.analysis.metrics.pipeline import pipelines
 from ddp_lab.analysis.record import failure_of, profiled_ranks, read_record
-from ddp_lab.analysis.traces.collectives import KINDS, sent_bytes
+from ddp_lab.analysis.traces.collectives import sent_bytes
 from ddp_lab.analysis.traces.finding import OWN_NAME, Window, missing_ranks, rank_in_path
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
+from ddp_lab.collectives.kinds import LABELS
 from ddp_lab.runtime.errors import UserError, listed
 
 KIND_SENTENCES = {
@@ -219,10 +220,10 @@ def summary_row(timeline: RankTimeline, figures: dict[Any, float]) -> dict[str, 
 
 
 def collectives_by_kind(collectives: pd.DataFrame, steps: int) -> dict[str, float]:
-    """Calls, payload and summed durations a step, of each of `KINDS`. A payload is NaN if a size is unknown."""
-    kinds = collectives["kind"].where(collectives["kind"].isin(KINDS), "other")
+    """Calls, payload and summed durations a step, of each of `LABELS`. A payload is NaN if a size is unknown."""
+    kinds = collectives["kind"].where(collectives["kind"].isin(LABELS), "other")
     row = {}
-    for kind in KINDS:
+    for kind in LABELS:
         calls = collectives[kinds == kind]
         row[f"{kind}_calls_per_step"] = len(calls) / steps
         row[f"{kind}_bytes_per_step"] = calls["bytes"].sum(skipna=False) / steps

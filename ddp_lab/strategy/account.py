@@ -56,8 +56,9 @@ class Collective:
     def wire_bytes(self) -> float:
         """Bytes that a rank sends on average: the least that each kind needs (nccl-tests, PERFORMANCE.md). Of messages,
         what it receives is as much."""
-        others = (self.group_size - 1) / self.group_size
-        return self.payload_bytes * {"all_reduce": 2 * others, "send_recv": 1 / 2}.get(self.kind, others)
+        from ddp_lab.collectives.kinds import sent_share  # a strategy alone loads few modules
+
+        return self.payload_bytes * sent_share(self.kind, self.group_size)
 
     def as_dict(self) -> dict[str, str | int | float | None]:
         made_of = parts_of(self.made_of, self.group_size) if self.made_of else ""

@@ -21,8 +21,8 @@ from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.report.pages.summary import kernel_times, write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces import intervals
-from ddp_lab.analysis.traces.collectives import KINDS
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.collectives.kinds import LABELS
 from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, record, record_of_eight_steps, write, write_run
@@ -142,7 +142,7 @@ def test_every_column_is_documented(tmp_path):
     for (name, columns), part in zip(CSV_COLUMNS.items(), text.split("\n## ")[1:], strict=True):
         assert name in part.splitlines()[0]
         documented = re.findall(r"^\| `([^`]+)` \| (.*) \|$", part, re.MULTILINE)
-        expanded = {row[0].replace("KIND", kind): row[1] for row in documented for kind in KINDS}
+        expanded = {row[0].replace("KIND", kind): row[1] for row in documented for kind in LABELS}
         assert expanded == {column: shown.meaning for column, shown in columns.items()}
     (window,) = find_windows(write_run(tmp_path / "x"))
     analysis = analyse_window(window)

@@ -18,7 +18,7 @@ from ddp_lab.analysis.metrics.significance import (
     pooled,
     signs,
 )
-from ddp_lab.analysis.traces.collectives import KINDS
+from ddp_lab.collectives.kinds import LABELS
 
 BETTER, WORSE, EQUAL, UNKNOWN = "better", "worse", "equal", "not known"
 NO_SPREAD = ("peak_rss_bytes",)
@@ -163,8 +163,8 @@ def counted_rows(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     counted = {"collective_calls_per_step": ("collectives", "calls/step")}
     counted |= {"collective_bytes_per_step": ("payload", "bytes/step")}
     for kind in kinds_run(pd.DataFrame([old, new])):
-        counted[f"{kind}_calls_per_step"] = (f"{KINDS[kind]}: calls", "calls/step")
-        counted[f"{kind}_bytes_per_step"] = (f"{KINDS[kind]}: payload", "bytes/step")
+        counted[f"{kind}_calls_per_step"] = (f"{LABELS[kind]}: calls", "calls/step")
+        counted[f"{kind}_bytes_per_step"] = (f"{LABELS[kind]}: payload", "bytes/step")
     counted |= {name: (label, "bytes") for name, label in HELD.items() if name not in NO_SPREAD}
     rows = []
     for name, (figure, unit) in counted.items():

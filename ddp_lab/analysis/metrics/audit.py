@@ -21,8 +21,9 @@ import pandas as pd
 from ddp_lab.analysis.columns import AUDIT_COLUMNS, COMPONENTS, SHARDABLE
 from ddp_lab.analysis.mesh import Mesh, in_order, mesh_of
 from ddp_lab.analysis.metrics.dimensions import dimensions
-from ddp_lab.analysis.traces.collectives import KINDS, label, sent_bytes
+from ddp_lab.analysis.traces.collectives import sent_bytes
 from ddp_lab.analysis.traces.timeline import RankTimeline
+from ddp_lab.collectives.kinds import LABELS, label
 
 MEMORY_TOLERANCE, MEMORY_TOLERANCE_BYTES = 0.005, 65536
 """The formula leaves out padding to the world size and Adam's step counters. They are below the larger of these two."""
@@ -100,7 +101,7 @@ def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> It
         expected = expected_calls(traffic, mesh is not None, timeline.kind == "cuda")
         varying = expected_calls([p for p in traffic if p.get("varies")], mesh is not None, timeline.kind == "cuda")
         kinds = {*expected, *measured.index}
-        order, place = in_order(mesh or {}, [name for name, _, _ in kinds]), [*KINDS]
+        order, place = in_order(mesh or {}, [name for name, _, _ in kinds]), [*LABELS]
         for key in sorted(kinds, key=lambda of: (order.index(of[0]), place.index(of[1]), of[2])):
             mine = measured.loc[[key]] if key in measured.index else measured.iloc[:0]
             by_step = mine.set_index("step")[["calls", "bytes"]].reindex(steps, fill_value=0)
@@ -130,7 +131,7 @@ def expected_calls(
     for part in traffic:
         if not (on_mesh and on_device and part.get("group_size") == 1):
             dimension = part.get("dimension", "") if on_mesh else ""
-            kind = part["kind"] if part["kind"] in KINDS else "other"
+            kind = part["kind"] if part["kind"] in LABELS else "other"
             figures = expected[dimension, kind, part.get("made_of", "")]
             figures[0] += part["count"]
             figures[1] += part["payload_bytes"]
@@ -151,7 +152,7 @@ def calls_by_step(timeline: RankTimeline, mesh: Mesh | None = None) -> pd.DataFr
     """What one rank issued in each analysed step: columns step, calls, bytes and sent (NaN if a size is unknown), by
     dimension (empty without a mesh), kind and what it is made of."""
     calls = timeline.collectives_by_step()
-    kinds = calls["kind"].where(calls["kind"].isin(KINDS), "other")
+    kinds = calls["kind"].where(calls["kind"].isin(LABELS), "other")
     named = calls.assign(kind=kinds, dimension=dimensions(calls["group"], mesh), sent=sent_bytes(calls), calls=1)
     groups = named.groupby(["step", "dimension", "kind", "made_of"])[["calls", "bytes", "sent"]]
     table = groups.agg(pd.Series.sum, skipna=False)

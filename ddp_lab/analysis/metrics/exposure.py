@@ -34,6 +34,7 @@ from ddp_lab.analysis.traces.collectives import sent_bytes
 from ddp_lab.analysis.traces.intervals import Intervals, clip, length, minus, union, within
 from ddp_lab.analysis.traces.matching import ENDS_TOGETHER, KEY, matched_calls
 from ddp_lab.analysis.traces.timeline import RankTimeline
+from ddp_lab.collectives.kinds import MESSAGE, bus_factor
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,6 @@ def _bandwidths(calls: pd.DataFrame) -> dict[str, pd.Series]:
     return {"algbw_gbps": algbw, "busbw_gbps": algbw * np.array(factors, dtype=float)}
 
 
-def bus_factor(kind: str, ranks: float) -> float:
-    """Busbw over algbw (nccl-tests, doc/PERFORMANCE.md); NaN for other kinds and groups of unknown size."""
-    others = (ranks - 1) / ranks
-    shared = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"), others)
-    return {**shared, "all_reduce": 2 * others, "broadcast": 1.0, "reduce": 1.0}.get(kind, float("nan"))
-
-
 def _split(
     timeline: RankTimeline, calls: pd.DataFrame, mesh: Mesh | None
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
@@ -93,7 +87,7 @@ def _split(
     copies = minus(minus(union(timeline.intervals("memory")), compute), exposed)
     wait_ends = calls["last_arrival"].fillna(calls["start"]).clip(calls["start"], calls["end"])
     messages = message_waits(timeline)
-    posted_ahead = (calls["kind"] == "send_recv").to_numpy()
+    posted_ahead = (calls["kind"] == MESSAGE).to_numpy()
     cells, owner = _lay(exposed, spans, wait_ends.to_numpy(float), posted_ahead, messages)
     us = cells[:, 1] - cells[:, 0]
     waits = (owner >= 0) & (cells[:, 1] <= np.append(wait_ends.to_numpy(float), -np.inf)[owner])
@@ -191,7 +185,7 @@ def disagreements(timelines: Sequence[RankTimeline], exposure: Exposure) -> Iter
         )
     issued = pd.concat([timeline.collectives[["group", "group_size"]] for timeline in timelines])
     of_several = set(issued.loc[issued["group_size"] > 1, "group"]) - {""}
-    shared = calls[(calls["kind"] != "send_recv") & calls["group"].isin(of_several)]
+    shared = calls[(calls["kind"] != MESSAGE) & calls["group"].isin(of_several)]
     unlike = shared[shared["wait_ms"].isna()]
     if len(unlike):
         counts = unlike.groupby("rank").size().reindex(sorted(steps["rank"].unique()), fill_value=0)

@@ -20,6 +20,7 @@ from ddp_lab.analysis.traces.gloo_operators import (
     tensor_sizes,
 )
 from ddp_lab.analysis.traces.groups import EVERYBODY, call_at, calls_by_thread, marked_groups, ranks_of
+from ddp_lab.collectives.kinds import sent_share
 
 COLUMNS = ["kind", "start", "end", "bytes", "group", "group_size", "dtype", "stream", "issued", "made_of"]
 COLUMN_TYPES = {"bytes": float, "issued": float, "group": str, "group_size": float}
@@ -34,35 +35,6 @@ ITEM_BYTES = {
     for name in names
 }
 """Bytes an element, by the names that the profiler gives to dtypes."""
-
-KINDS = {
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "broadcast": "broadcast",
-    "scatter": "scatter",
-    "reduce": "reduce",
-    "send_recv": "send or receive",
-    "other": "other",
-}
-"""The kinds that tables show, in display order, and how people call them; barriers and gathers are `other`."""
-
-
-def label(kind: str, made_of: str = "") -> str:
-    """How people call it: `reduce-scatter (as 2 scatters)`."""
-    return KINDS.get(kind, kind) + (f" (as {made_of})" if made_of else "")
-
-
-def sent_share(kind: str, ranks: float) -> float:
-    """The share of its payload that a rank sends, of all ranks the mean: the least that the kind needs. NaN if unknown.
-
-    Whoever asks for it: what carries it may send more, as Gloo's reduce-scatter does, which is an all-reduce.
-    """
-    others = (ranks - 1) / ranks
-    shares = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"), others)
-    shares |= {"all_reduce": 2 * others, "scatter": others / ranks, "gather": others / ranks}
-    return {**shares, "send_recv": 1 / 2, "barrier": 0.0}.get(kind, np.nan)
 
 
 def sent_bytes(calls: pd.DataFrame) -> "pd.Series[float]":

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ddp_lab.analysis.traces.timeline import RankTimeline
+from ddp_lab.collectives.kinds import MESSAGE
 
 KEY = ["step", "group", "sequence"]
 ENOUGH_ENDS = 3
@@ -47,7 +48,7 @@ def matched_calls(timelines: list[RankTimeline], is_complete: bool = True) -> tu
 
 def _numbered(timeline: RankTimeline) -> pd.DataFrame:
     calls = timeline.collectives_by_step().assign(rank=timeline.rank)
-    is_message = calls["kind"] == "send_recv"
+    is_message = calls["kind"] == MESSAGE
     return calls.assign(sequence=calls.groupby(["step", "group", is_message]).cumcount())
 
 
@@ -57,7 +58,7 @@ def _is_matched(calls: pd.DataFrame, ranks: int) -> "pd.Series[bool]":
     If ranks have different numbers of calls in a step, a call was not recorded. It is unknown which one, so none of
     the group's calls in that step is matched.
     """
-    is_message = calls["kind"] == "send_recv"
+    is_message = calls["kind"] == MESSAGE
     in_step = ["step", "group", is_message]
     counts = calls.groupby([*in_step, "rank"])["start"].transform("size")
     same_number = counts.groupby([calls["step"], calls["group"], is_message]).transform("nunique") == 1

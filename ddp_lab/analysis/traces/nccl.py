@@ -11,7 +11,6 @@ What a trace says differs by era:
 The name of a kernel says little: all-to-all runs as `SendRecv`, and RCCL calls everything `Generic`.
 """
 
-import re
 from typing import Any
 
 import numpy as np
@@ -21,23 +20,10 @@ from ddp_lab.analysis.traces.collectives import COLUMN_TYPES, COLUMNS, ITEM_BYTE
 from ddp_lab.analysis.traces.gloo_operators import dtype_of, tensor_sizes
 from ddp_lab.analysis.traces.groups import call_at, calls_by_thread, shown
 from ddp_lab.analysis.traces.reading import COLLECTIVE_KERNEL
+from ddp_lab.collectives.kinds import ENDS, MESSAGE, kind_of
 
 LONGEST_NAME = 4000
 """Characters that are kept of a group's ranks, and of its name."""
-NCCL_KINDS = (
-    ("allreduce", "all_reduce"),
-    ("reducescatter", "reduce_scatter"),
-    ("allgather", "all_gather"),
-    ("broadcast", "broadcast"),
-    ("alltoall", "all_to_all"),
-    ("scatter", "scatter"),
-    ("gather", "gather"),
-    ("reduce", "reduce"),
-    ("send", "send_recv"),
-    ("recv", "send_recv"),
-    ("batchop", "send_recv"),
-)
-"""Kinds by what is in a name, without its underscores. `batch_op_issue` is ProcessGroupNCCL2's group of messages."""
 
 
 def device_collectives(
@@ -97,8 +83,9 @@ def device_collectives(
 
 
 def _kind(name: str) -> str:
-    plain = re.sub(r"[^a-z]", "", name.lower())
-    return next((kind for pattern, kind in NCCL_KINDS if pattern in plain), "other")
+    """`batch_op_issue` is ProcessGroupNCCL2's group of messages."""
+    kind = kind_of(name)
+    return MESSAGE if kind in ENDS or "batch_op" in name else kind or "other"
 
 
 def _payload(args: dict[str, Any], kind: str, group_size: float, call_args: Any) -> tuple[float, str]:
@@ -116,7 +103,7 @@ def _payload(args: dict[str, Any], kind: str, group_size: float, call_args: Any)
     elements: float = max(parts)
     if kind in ("scatter", "gather") and min(parts) <= 0:  # not the root: it has its share alone
         elements *= group_size
-    if kind == "send_recv" and "batch" in str(args.get("Collective name")):
+    if kind == MESSAGE and "batch" in str(args.get("Collective name")):
         elements = sum(parts)
     return elements * ITEM_BYTES.get(dtype, np.nan), dtype if dtype in ITEM_BYTES else ""
 

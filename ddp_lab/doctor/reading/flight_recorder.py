@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ddp_lab.collectives.kinds import ENDS
 from ddp_lab.collectives.ranks import MOST_RANKS, ranks_of
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.watch.mismatch import MESSAGES
 
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
 
@@ -128,7 +128,7 @@ def _from_own(path: str, dump: OwnDump) -> Dump:
     calls = [
         Call(e.group, e.seq, e.kind, f"{e.elements} x {e.dtype}", e.state == "completed", e.state, e.time_s)
         for e in dump.entries
-        if e.kind not in MESSAGES
+        if e.kind not in ENDS
     ]
     members = {e.group: _members_of(e.group, dump.world_size) for e in dump.entries}
     return Dump(path, dump.rank, calls, members, len(dump.entries) - len(calls), is_own=True)

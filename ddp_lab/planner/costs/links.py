@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, log2
 
+from ddp_lab.collectives.kinds import MESSAGE, sent_share
 from ddp_lab.planner.contracts import CollectiveCost
 from ddp_lab.planner.costs.cluster import Cluster
 
@@ -29,8 +30,6 @@ LOW_LATENCY = (0.2, 4.0)
 """NCCL's protocol LL compared with Simple: a hop takes 0.14 to 0.28 of the time, a byte four times (tuning.cc)."""
 TREE_SLOWER = 1 / 0.9
 """Time of a byte in NCCL's trees compared with its rings (tuning.cc)."""
-MESSAGE = "send_recv"
-"""Between two ranks, for both of its ends."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "scatter", "all_to_all", "barrier", MESSAGE)
 """Those that strategies issue."""
 
@@ -61,10 +60,9 @@ def volume(kind: str, backend: str, ranks: int, on_each_link: int = 1) -> Volume
     links = ceil(ranks / on_each_link)
     if links < 2:
         return Volume(0, 0.0)
-    others, levels = (ranks - 1) / ranks, ceil(log2(links))
-    last = (links - 1) / links
-    ring = Volume(links - 1, others)
-    twice = Volume(2 * (links - 1), 2 * others)
+    levels, last = ceil(log2(links)), (links - 1) / links
+    ring = Volume(links - 1, sent_share("all_gather", ranks))
+    twice = Volume(2 * (links - 1), sent_share("all_reduce", ranks))
     common = {
         "all_reduce": twice,
         "all_gather": ring,

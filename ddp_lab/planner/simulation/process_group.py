@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from ddp_lab.collectives.kinds import MESSAGE
 from ddp_lab.planner.contracts import CollectiveCost
-from ddp_lab.planner.costs.links import MESSAGE
 from ddp_lab.planner.simulation.clock import Queue
 from ddp_lab.planner.simulation.network import TIMEOUT, Issued, Network, PretendedWork, holds_data
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ddp_lab.collectives.kinds import MESSAGE
 from ddp_lab.planner.contracts import MODEL_STATES, Costs, Setting, Simulated
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster
-from ddp_lab.planner.costs.links import MESSAGE, LinkCosts
+from ddp_lab.planner.costs.links import LinkCosts
 from ddp_lab.planner.models import first_line
 from ddp_lab.planner.simulation.clock import Clock
 from ddp_lab.planner.simulation.memory import HOST, MemoryTracker

@@ -9,6 +9,8 @@ makes a reduce-scatter from an all-reduce.
 from dataclasses import dataclass
 from math import ceil, log2
 
+from ddp_lab.collectives.kinds import sent_share
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -41,7 +43,7 @@ Schedule = Ring | tuple[Edge, ...]
 
 def all_reduce(size: int, nbytes: float) -> Ring:
     """`nbytes`: of the tensor."""
-    return Ring(2 * (size - 1) / size * nbytes, 2 * (size - 1))
+    return Ring(sent_share("all_reduce", size) * nbytes, 2 * (size - 1))
 
 
 def all_gather(size: int, nbytes: float) -> Ring:

@@ -4,8 +4,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from ddp_lab.collectives.kinds import ENDS
 from ddp_lab.runtime.loop import TrainingResult
-from ddp_lab.runtime.watch.mismatch import MESSAGES
 from ddp_lab.runtime.watch.rank_state import Entry
 
 AWAITED = 0.9
@@ -43,7 +43,7 @@ def arrivals(result: TrainingResult, steps: Sequence[int], entries: Sequence[Ent
         if host is None or length_s is None or not times or host["began"] < times[0]:
             continue
         for entry in entries:
-            if entry.kind not in MESSAGES and 0 <= entry.time_s - host["began"] <= length_s:
+            if entry.kind not in ENDS and 0 <= entry.time_s - host["began"] <= length_s:
                 found[step, entry.group, entry.seq] = entry.time_s
     return found
 

@@ -5,12 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from ddp_lab.collectives.kinds import ENDS, UNEVEN
 from ddp_lab.runtime.watch.rank_state import NUMBERS, Entry, RankNames, RankState
 
-MESSAGES = frozenset(("send", "recv"))
-"""Kinds in which one rank does what another does not. Two ranks number them apart."""
-UNEVEN = MESSAGES | {"all_to_all"}
-"""Kinds in which ranks may issue different sizes, or nothing at all."""
 ADVICE = "ranks must issue the same collectives in the same order"
 
 
@@ -36,7 +33,7 @@ def find_difference(issued: Mapping[int, Sequence[Entry]], names: RankNames = NU
     same_place: dict[tuple[str, int], dict[int, Entry]] = defaultdict(dict)
     for rank, entries in issued.items():
         for entry in entries:
-            if entry.kind in MESSAGES:
+            if entry.kind in ENDS:
                 continue
             same_place[entry.group, entry.seq][rank] = entry
     differing = [
@@ -80,7 +77,7 @@ def find_deadlock(states: Mapping[int, RankState], names: RankNames = NUMBERS) -
     """
     latest = {rank: {entry.group: entry.seq for entry in state.entries} for rank, state in states.items()}
     waiting = {rank: state.waits_for for rank, state in states.items() if state.waits_for is not None}
-    if len(waiting) < max(2, len(states)) or any(awaited.kind in MESSAGES for awaited in waiting.values()):
+    if len(waiting) < max(2, len(states)) or any(awaited.kind in ENDS for awaited in waiting.values()):
         return None
     parts = []
     for rank, awaited in waiting.items():

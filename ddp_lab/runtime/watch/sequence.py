@@ -30,12 +30,13 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 from torch._C._profiler import _RecordFunctionFast as RecordFunction
 
+from ddp_lab.collectives.kinds import ENDS, UNEVEN, kind_of
 from ddp_lab.collectives.ranks import Ranks, group_name
 from ddp_lab.runtime.errors import SequenceError
 from ddp_lab.runtime.groups import description
 from ddp_lab.runtime.link.delivery import PacedWork
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
-from ddp_lab.runtime.watch.mismatch import ADVICE, UNEVEN, find_difference
+from ddp_lab.runtime.watch.mismatch import ADVICE, find_difference
 from ddp_lab.runtime.watch.on_device import DeviceCollectives, only_orders_streams
 from ddp_lab.runtime.watch.phases import current_step, waited, waiting
 from ddp_lab.runtime.watch.rank_state import NUMBERS, RankNames
@@ -47,20 +48,6 @@ HOOK_ID = 7_318_211
 DIGEST_BITS = 48
 """Digests are exchanged in fp64, which holds so many bits exactly."""
 
-KINDS = {
-    "ALLREDUCE": "all_reduce",
-    "BROADCAST": "broadcast",
-    "REDUCE_SCATTER": "reduce_scatter",
-    "REDUCE": "reduce",
-    "ALLGATHER": "all_gather",
-    "ALLTOALL": "all_to_all",
-    "SCATTER": "scatter",
-    "GATHER": "gather",
-    "BARRIER": "barrier",
-    "SEND": "send",
-    "RECV": "recv",
-}
-"""By the start of the name of a `torch._C._distributed_c10d.HookOpName`; the first that fits counts."""
 WAITED_FOR: tuple[type[dist.Work], ...] = (dist.Work, PacedWork)
 """Classes that have a `wait` of their own."""
 MAKERS = ("_new_group_with_tag", "_register_pg_in_world")
@@ -159,7 +146,7 @@ class CollectiveRecorder:
             seqs[name] = seq = seqs[name] + 1
             issuing[name] = number = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
             if tensors and (timeout_s := self._timeout_on_device(name, tensors[0])) is not None:
-                queue = name if kind not in ("send", "recv") else None
+                queue = name if kind not in ENDS else None
                 self._on_device.issue(number, queue, tensors[0].device, timeout_s)
             if kind not in UNEVEN:
                 value = base + 1_000_003 * elements + 10_007 * (call.root + 1) + 101 * parameter
@@ -215,7 +202,7 @@ class CollectiveRecorder:
 
 def described(name: Any, dtype: torch.dtype | None) -> tuple[str, str, int]:
     """Kind, dtype, and a number for both. The kind is empty for a call that sends nothing."""
-    kind = next((kind for start, kind in KINDS.items() if name.name.startswith(start)), "")
+    kind = kind_of(name.name)
     dtype_name = str(dtype).removeprefix("torch.") if dtype is not None else ""
     return kind, dtype_name, zlib.crc32(f"{kind} {dtype_name}".encode())
 

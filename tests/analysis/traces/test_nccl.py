@@ -6,8 +6,8 @@ The events are made up; their form is that of real traces: kernel names, argumen
 import numpy as np
 import pytest
 
-from ddp_lab.analysis.traces.collectives import KINDS
 from ddp_lab.analysis.traces.nccl import device_collectives
+from ddp_lab.collectives.kinds import LABELS
 from tests.tables import each_row
 from tests.traces import cuda_trace, event, launched, parsed, timeline_of
 
@@ -48,7 +48,7 @@ def kernel(at, name="ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", *
 def test_kinds_by_the_names_that_torch_records(name, kind):
     args = {"Collective name": name, "In msg nelems": 10, "Out msg nelems": 20, "dtype": "BFloat16"}
     seen = collectives(*kernel(5, **args))
-    assert seen["kind"].tolist() == [kind] and seen["bytes"].tolist() == [40] and kind in KINDS
+    assert seen["kind"].tolist() == [kind] and seen["bytes"].tolist() == [40] and kind in LABELS
 
 
 def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more():

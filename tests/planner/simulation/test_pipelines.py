@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
+from ddp_lab.collectives.kinds import MESSAGE
 from ddp_lab.planner.contracts import CollectiveCost, Costs, OperatorCall, Simulated
-from ddp_lab.planner.costs.links import MESSAGE
 from ddp_lab.planner.simulation.meshed import pipeline_of
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.errors import UserError

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.dimensions import dimensions
-from ddp_lab.analysis.traces.collectives import label
 from ddp_lab.analysis.traces.intervals import Intervals, bridge, clip, minus, union, within
 from ddp_lab.analysis.traces.timeline import PHASES, RankTimeline
+from ddp_lab.collectives.kinds import label
 
 SMALLEST_GAP_US = 30.0
 """Smaller gaps are closed, since they cannot be seen."""

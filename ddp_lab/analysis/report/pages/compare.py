@@ -23,7 +23,7 @@ from ddp_lab.analysis.report.figures.times import loss_figure
 from ddp_lab.analysis.report.page import Section, cell, drawing, render, titled, write_page
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.report.pages.opening import opening
-from ddp_lab.analysis.traces.collectives import KINDS
+from ddp_lab.collectives.kinds import LABELS
 from ddp_lab.runtime.errors import listed
 
 HOW_TESTED = (
@@ -192,7 +192,7 @@ def figures_sections(compared: Compared) -> list[Section]:
     What a figure means, and its name in the CSV file, is told when its own name is pointed at.
     """
     table = compared.table
-    silent = tuple(f"{kind}_" for kind in KINDS if kind not in kinds_run(table))
+    silent = tuple(f"{kind}_" for kind in LABELS if kind not in kinds_run(table))
     differ: list[list[dict[str, Any]]] = []
     alike: list[list[dict[str, Any]]] = []
     rows = table.to_dict("records")

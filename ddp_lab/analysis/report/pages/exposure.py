@@ -12,7 +12,7 @@ from ddp_lab.analysis.metrics.stragglers import by_rank, has_stages, stragglers,
 from ddp_lab.analysis.report.figures.times import parts_figure, ranks_figure
 from ddp_lab.analysis.report.page import Section, drawing, table
 from ddp_lab.analysis.report.pages.ranks import abridged, representatives
-from ddp_lab.analysis.traces.collectives import label
+from ddp_lab.collectives.kinds import label
 
 LATE_COLUMNS = {
     "rank": EXPOSURE_COLUMNS["rank"],

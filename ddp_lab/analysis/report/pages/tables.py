@@ -9,7 +9,7 @@ from ddp_lab.analysis.columns import AUDIT_COLUMNS, COMPONENTS, MEMORY_COLUMNS, 
 from ddp_lab.analysis.mesh import Mesh, in_order
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.report.page import BLANK, cell, titled
-from ddp_lab.analysis.traces.collectives import KINDS, label
+from ddp_lab.collectives.kinds import LABELS, label
 
 RANK = Column("rank", "", "rank of the process")
 COLLECTIVES = [
@@ -36,13 +36,13 @@ def collectives_table(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int
     """Calls, payload and time by rank, dimension of the mesh if there is one, kind, and what it is made of."""
     steps, rows = exposure.steps["step"].nunique(), []
     calls = exposure.collectives.assign(
-        kind=exposure.collectives["kind"].where(exposure.collectives["kind"].isin(KINDS), "other")
+        kind=exposure.collectives["kind"].where(exposure.collectives["kind"].isin(LABELS), "other")
     )
     for rank in ranks:
         own = calls[calls["rank"] == rank]
         for dimension in in_order(mesh or {}, own["dimension"].tolist()):
             along = own[own["dimension"] == dimension]
-            for _, part in along.groupby([along["kind"].map([*KINDS].index), "made_of"]):
+            for _, part in along.groupby([along["kind"].map([*LABELS].index), "made_of"]):
                 kind, made_of = part[["kind", "made_of"]].iloc[0]
                 named = [rank, *([dimension or "other groups"] if mesh else []), label(kind, made_of)]
                 payload, sent, ms = (part[name].sum(skipna=False) for name in ("bytes", "sent_bytes", "duration_ms"))
