@@ -9,14 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddp_lab.collectives.calls import Call, differ, ranks_by_call, slow_devices
 from ddp_lab.collectives.ranks import ranks_in_words
-from ddp_lab.doctor.reading.flight_recorder import Call, Dump
+from ddp_lab.doctor.reading.flight_recorder import DONE, Dump
 from ddp_lab.doctor.reading.texts import Line
 
-UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "all_gather_v", "reduce_scatter_v", "coalesced", "barrier")
-"""Collectives that may move different sizes on different ranks."""
-NOT_BEGUN = ("queued", "scheduled")
-"""States of a collective that the device has not come to, in this project's records and in torch's."""
 DEFAULT_GROUP = "default_pg"
 """torch's name of the group of all ranks."""
 KINDS = ("differ", "behind", "missing", "stuck")
@@ -57,10 +54,10 @@ def evidence(divergence: Divergence, dumps: Sequence[Dump]) -> list[Line]:
         call = divergence.calls.get(dump.rank)
         own = list(dump.by_group.get(divergence.group, {}).values())
         if call:
-            text = f"rank {dump.rank}: seq {call.seq} {call}, {call.state}"
+            text = f"rank {dump.rank}: seq {call.seq} {call.what}, {call.state}"
         elif own and dump.rank in divergence.ranks:
             last = max(own, key=lambda other: other.seq)
-            text = f"rank {dump.rank}: last call is seq {last.seq} {last}"
+            text = f"rank {dump.rank}: last call is seq {last.seq} {last.what}"
         elif dump.rank in divergence.ranks:
             text = f"rank {dump.rank}: no collective in this group"
         else:
@@ -83,12 +80,12 @@ def _compare_group(group: str, members: frozenset[int] | None, dumps: Sequence[D
     for seq in sorted({seq for calls in present.values() for seq in calls if seq >= start}):
         calls = {rank: of_rank[seq] for rank, of_rank in present.items() if seq in of_rank}
         without = sorted(present.keys() - calls.keys())
-        if len({_signature(call) for call in calls.values()}) > 1:
+        if differ(calls.values()):
             return _differ(group, seq, calls)
-        if not without and any(call.is_done for call in calls.values()):
+        if not without and any(call.state in DONE for call in calls.values()):
             continue
         call = next(iter(calls.values()))
-        where = f"collective {seq} of group {group}, {call}"
+        where = f"collective {seq} of group {group}, {call.what}"
         left_none = [f"{ranks_in_words(absent).capitalize()} left no dump."] if absent else []
         if without:
             lasts = [_last(rank, present[rank]) for rank in without]
@@ -98,18 +95,15 @@ def _compare_group(group: str, members: frozenset[int] | None, dumps: Sequence[D
             sentence = f"{left_none[0]} {waiting(calls)} in {where}."
             return Divergence("missing", group, seq, calls, absent, call.time_s, [sentence])
         sentences = [f"All of its ranks have issued {where}, and none has finished it."]
-        not_there = [rank for rank in sorted(calls) if calls[rank].state in NOT_BEGUN]
-        if 0 < len(not_there) < len(calls):
+        if not_there := slow_devices(calls):
             sentences.append(f"The device of {ranks_in_words(not_there)} has not come to it: look there first.")
         return Divergence("stuck", group, seq, calls, sorted(calls), call.time_s, sentences)
     return None
 
 
 def _differ(group: str, seq: int, calls: dict[int, Call]) -> Divergence:
-    by_call: dict[tuple[str, str], list[int]] = {}
-    for rank in sorted(calls):
-        by_call.setdefault(_signature(calls[rank]), []).append(rank)
-    parts = [f"{ranks_in_words(ranks)} issued {calls[ranks[0]]}" for ranks in by_call.values()]
+    by_call = ranks_by_call(calls)
+    parts = (f"{ranks_in_words(ranks)} issued {what}" for what, ranks in by_call.items())
     sentence = f"At collective {seq} of group {group}, {'; '.join(parts)}."
     fewest, time_s = min(by_call.values(), key=len), min(call.time_s for call in calls.values())
     return Divergence("differ", group, seq, calls, fewest, time_s, [sentence])
@@ -117,14 +111,10 @@ def _differ(group: str, seq: int, calls: dict[int, Call]) -> Divergence:
 
 def _last(rank: int, own: dict[int, Call]) -> str:
     last = own[max(own)] if own else None
-    return f"The last that rank {rank} issued is {f'collective {last.seq}, {last}' if last else 'none'}."
+    return f"The last that rank {rank} issued is {f'collective {last.seq}, {last.what}' if last else 'none'}."
 
 
 def waiting(ranks: Iterable[int]) -> str:
     """`Rank 0 waits` or `Ranks 0, 2 wait`."""
     words = ranks_in_words(ranks).capitalize()
     return f"{words} wait{'' if words.startswith('Ranks') else 's'}"
-
-
-def _signature(call: Call) -> tuple[str, str]:
-    return call.kind, "" if call.kind.startswith(UNEVEN) else call.moves

@@ -5,12 +5,13 @@ import time
 import pytest
 import torch
 
+from ddp_lab.collectives.calls import Call
 from ddp_lab.runtime.watch import on_device
 from ddp_lab.runtime.watch.cause import RankReport, first_cause
 from ddp_lab.runtime.watch.exit_reason import ExitReason
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
-from ddp_lab.runtime.watch.rank_state import Entry, RankState
+from ddp_lab.runtime.watch.rank_state import RankState
 from ddp_lab.runtime.watch.watcher import Watcher
 from tests.tables import each_row
 
@@ -136,7 +137,7 @@ def test_a_backend_that_aborts_gives_the_reason(stream, monkeypatch, waited_s, k
 def rank(number, *states, kind="timeout", root=-1, is_stopped=False):
     """A rank whose collectives 1, 2, ... are in these states."""
     entries = tuple(
-        Entry(seq, "all_reduce", 10, "float32", "ranks 0-2", root, 0, state, float(seq))
+        Call(seq, "all_reduce", 10, "float32", "ranks 0-2", root, 0, state, float(seq))
         for seq, state in enumerate(states, 1)
     )
     waits_for = next((entry for entry in entries if entry.state != "completed"), None)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ddp_lab.collectives.calls import COMPLETED, Call
 from ddp_lab.collectives.kinds import ENDS
 from ddp_lab.collectives.ranks import MOST_RANKS, ranks_of
 from ddp_lab.runtime.errors import UserError
@@ -20,23 +21,19 @@ from ddp_lab.runtime.errors import UserError
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
 
 
-class OwnEntry(msgspec.Struct):
-    """A collective, in the order of issue. `seq` counts the collectives of its group."""
+UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "all_gather_v", "reduce_scatter_v", "coalesced", "barrier")
+"""torch's names of collectives that may move different sizes on different ranks: sizes say nothing there."""
 
-    seq: int
-    kind: str
-    elements: int
-    dtype: str
-    group: str
-    state: str
-    time_s: float
+ENDED = "ended or given up"
+"""For Gloo, torch's dump does not say which."""
+DONE = (COMPLETED, ENDED)
 
 
 class OwnDump(msgspec.Struct):
     version: int
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
-    entries: list[OwnEntry]
+    entries: list[Call]
 
 
 class TorchEntry(msgspec.Struct):
@@ -62,25 +59,6 @@ class TorchDump(msgspec.Struct):
     entries: list[TorchEntry] = []
     pg_config: dict[str, TorchGroup] = {}
     rank: int | None = None
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective as one rank issued it. `moves` has its elements or sizes, and dtype.
-
-    `is_done`: it no longer runs. For Gloo, torch's dump does not say whether it ended or was given up.
-    """
-
-    group: str
-    seq: int
-    kind: str
-    moves: str
-    is_done: bool
-    state: str
-    time_s: float
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.moves}" if self.moves else self.kind
 
 
 @dataclass(frozen=True)
@@ -125,12 +103,8 @@ def read_dump(path: str, content: Any) -> Dump:
 def _from_own(path: str, dump: OwnDump) -> Dump:
     if dump.version != 1:
         raise UserError(f"{path}: version {dump.version} of the flight recorder's layout; this doctor reads version 1")
-    calls = [
-        Call(e.group, e.seq, e.kind, f"{e.elements} x {e.dtype}", e.state == "completed", e.state, e.time_s)
-        for e in dump.entries
-        if e.kind not in ENDS
-    ]
-    members = {e.group: _members_of(e.group, dump.world_size) for e in dump.entries}
+    calls = [call for call in dump.entries if call.kind not in ENDS]
+    members = {call.group: _members_of(call.group, dump.world_size) for call in dump.entries}
     return Dump(path, dump.rank, calls, members, len(dump.entries) - len(calls), is_own=True)
 
 
@@ -149,18 +123,12 @@ def _from_torch(path: str, dump: TorchDump) -> Dump:
         if entry.is_p2p:
             continue
         sizes = " and ".join("x".join(map(str, size)) or "1" for size in entry.input_sizes[:3])
-        dtypes = ", ".join(dict.fromkeys(entry.input_dtypes))
-        calls.append(
-            Call(
-                label,
-                entry.collective_seq_id,
-                entry.profiling_name.rpartition(":")[2],
-                f"{sizes} x {dtypes}" if sizes else "",
-                entry.retired or entry.state == "completed",
-                "ended or given up" if entry.retired and entry.state != "completed" else entry.state,
-                entry.time_created_ns / 1e9,
-            )
-        )
+        kind, dtype = entry.profiling_name.rpartition(":")[2], ", ".join(dict.fromkeys(entry.input_dtypes))
+        if kind.startswith(UNEVEN):
+            sizes = dtype = ""
+        state = ENDED if entry.retired and entry.state != COMPLETED else entry.state
+        seq, time_s = entry.collective_seq_id, entry.time_created_ns / 1e9
+        calls.append(Call(seq, kind, sizes, dtype, label, state=state, time_s=time_s))
     point_to_point = sum(entry.is_p2p for entry in dump.entries)
     return Dump(path, rank, calls, members, point_to_point=point_to_point)
 

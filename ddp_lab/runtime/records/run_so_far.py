@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ddp_lab.collectives.calls import Call
 from ddp_lab.record_format import RECORD_VERSION
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.data.workload import Workload
@@ -37,7 +38,7 @@ from ddp_lab.runtime.records.verdict import verdict
 from ddp_lab.runtime.records.waits import arrivals, lateness, waits
 from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, INTERRUPTED, MISMATCHED, Ending, RankReport
 from ddp_lab.runtime.watch.phases import start_s
-from ddp_lab.runtime.watch.rank_state import Entry, RankState
+from ddp_lab.runtime.watch.rank_state import RankState
 from ddp_lab.strategy.account import Collective, ModelSize
 from ddp_lab.strategy.communication.traffic import on_mesh
 from ddp_lab.strategy.strategy import Strategy
@@ -79,7 +80,7 @@ class RunSoFar:
         self.memory: list[dict[str, Any]] = []
         self.throughput: list[dict[str, Any]] = []
         self.resumed_from: dict[str, Any] | None = None
-        self.latest_collectives: Callable[[], tuple[Entry, ...]] = tuple
+        self.latest_collectives: Callable[[], tuple[Call, ...]] = tuple
         self.stop_request: Callable[[], bool] = lambda: False
         self._traffic: list[Collective] = []
         self._setup: Setup | None = None
@@ -263,7 +264,6 @@ class RunSoFar:
 
 def flight_record(state: RankState, world_size: int) -> dict[str, Any]:
     """The latest collectives of a rank, oldest first, and what it did (`docs/run-record.md`)."""
-    names = ("seq", "kind", "elements", "dtype", "group", "state", "time_s")
     return {
         "version": FLIGHT_VERSION,
         "rank": state.rank,
@@ -271,5 +271,5 @@ def flight_record(state: RankState, world_size: int) -> dict[str, Any]:
         "step": state.step,
         "phase": state.phase,
         "written_s": time.time(),
-        "entries": [{name: getattr(entry, name) for name in names} for entry in state.entries],
+        "entries": [asdict(call) for call in state.entries],
     }

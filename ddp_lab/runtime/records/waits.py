@@ -4,14 +4,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from ddp_lab.collectives.calls import Call
 from ddp_lab.collectives.kinds import ENDS
 from ddp_lab.runtime.loop import TrainingResult
-from ddp_lab.runtime.watch.rank_state import Entry
 
 AWAITED = 0.9
 """Of the collectives that a rank issues, the share for which Python must wait: C++ waits for those of PyTorch DDP."""
 FEWEST_STEPS = 3
-Call = tuple[int, str, int]
+Place = tuple[int, str, int]
 """Step, process group, and number of the collective in it."""
 
 
@@ -33,22 +33,22 @@ def waits(result: TrainingResult, steps: Sequence[int], on_gpu: bool) -> dict[st
     }
 
 
-def arrivals(result: TrainingResult, steps: Sequence[int], entries: Sequence[Entry]) -> dict[Call, float]:
+def arrivals(result: TrainingResult, steps: Sequence[int], calls: Sequence[Call]) -> dict[Place, float]:
     """When this rank issued each collective of `steps`, in seconds since the epoch, as far as its recorder holds them.
     Steps whose beginning it has overwritten are left out."""
-    found: dict[Call, float] = {}
-    times = [entry.time_s for entry in entries]
+    found: dict[Place, float] = {}
+    times = [call.time_s for call in calls]
     for step in steps:
         host, length_s = result.host[step], result.step_time_s[step]
         if host is None or length_s is None or not times or host["began"] < times[0]:
             continue
-        for entry in entries:
-            if entry.kind not in ENDS and 0 <= entry.time_s - host["began"] <= length_s:
-                found[step, entry.group, entry.seq] = entry.time_s
+        for call in calls:
+            if call.kind not in ENDS and 0 <= call.time_s - host["began"] <= length_s:
+                found[step, call.group, call.seq] = call.time_s
     return found
 
 
-def lateness(ranks: Sequence[Mapping[Call, float]], hosts: Sequence[str]) -> list[float | None]:
+def lateness(ranks: Sequence[Mapping[Place, float]], hosts: Sequence[str]) -> list[float | None]:
     """For each rank, the longest time in a step by which it came last to a collective, after the middle one of the
     others: mean over steps, in seconds. A step ends with a collective of all, so a delay counts in its own step alone.
 

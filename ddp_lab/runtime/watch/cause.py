@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ddp_lab.collectives.calls import ON_DEVICE, QUEUED, STARTED, Call, behind, slow_devices
 from ddp_lab.collectives.ranks import ranks_of
 from ddp_lab.runtime.watch.exit_reason import ExitReason
-from ddp_lab.runtime.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
-from ddp_lab.runtime.watch.rank_state import NUMBERS, ON_DEVICE, QUEUED, STARTED, Entry, RankNames, RankState
+from ddp_lab.runtime.watch.rank_state import ADVICE, NUMBERS, Mismatch, RankNames, RankState, find_mismatch
 
 COMPLETED, STOPPED, FAILED, KILLED = "completed", "stopped", "failed", "killed"
 HUNG, MISMATCHED, INTERRUPTED, LOST = "hung", "mismatched", "interrupted", "lost"
@@ -73,9 +73,7 @@ def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames 
         return sorted((r for r, reason in reasons.items() if reason.kind in kinds), key=lambda r: reasons[r].time_s)
 
     states = {rank: report.state for rank, report in reports.items() if report.state is not None}
-    alive = {rank: state for rank, state in states.items() if not reports[rank].is_gone}
-    issued = {rank: state.entries for rank, state in states.items()}
-    mismatch = find_difference(issued, names) or find_deadlock(alive, names)
+    mismatch = find_mismatch(states, names, waiting=[rank for rank in states if not reports[rank].is_gone])
     gone = [rank for rank, report in reports.items() if report.is_gone and rank not in reasons]
     failed, signalled = ranks_with("failed", "error", "agreed"), ranks_with("signal")
     if failed and not gone:
@@ -138,9 +136,9 @@ def _killed(reports: Reports, gone: Sequence[int], out_of_memory: bool, names: R
 
 def _mismatched(states: Mapping[int, RankState], mismatch: Mismatch) -> Ending:
     """Ranks that differ may be in different steps. The rank that is furthest behind is in the step where they do."""
-    rank = min(mismatch.entries, key=lambda rank: states[rank].step)
+    rank = min(mismatch.calls, key=lambda rank: states[rank].step)
     message = f"{mismatch.text}; {ADVICE}; {states[rank].when}"
-    return replace(_ending(MISMATCHED, rank, states[rank], message), collective=str(mismatch.entries[rank]))
+    return replace(_ending(MISMATCHED, rank, states[rank], message), collective=str(mismatch.calls[rank]))
 
 
 def _interrupted(reports: Reports, ranks: Sequence[int], names: RankNames) -> Ending:
@@ -155,22 +153,25 @@ def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Endin
     """Ranks waited in a collective until its timeout. The cause is the rank of its group that did not join it. If that
     one waits itself, in another group, the cause is who did not join there."""
     waiting = min(timed_out, key=lambda rank: _waits_since(reports[rank].state))
+    issued = {rank: report.state.entries if report.state else () for rank, report in reports.items()}
     stopped = [rank for rank in reports if rank not in timed_out and reports[rank].is_stopped]
     for _ in reports:
         awaited = _awaited(reports[waiting].state)
         members = [rank for rank in reports if rank in ((awaited and ranks_of(awaited.group)) or reports)]
         others = [rank for rank in members if rank not in (*timed_out, waiting)]
-        missing = [rank for rank in others if _is_behind(reports[rank].state, awaited)]
-        slow_devices: list[int] = []
+        missing = [rank for rank in others if awaited is None or rank in behind(issued, awaited)]
+        on_device: list[int] = []
         if not missing and awaited is not None and awaited.state in ON_DEVICE:
-            missing = slow_devices = _slow_devices(reports, awaited)
+            place = awaited.group, awaited.seq
+            at_it = {rank: call for rank, calls in issued.items() for call in calls if (call.group, call.seq) == place}
+            missing = on_device = slow_devices(at_it)
         elif not missing:
             missing = others
         idle = [rank for rank in missing if not ((state := reports[rank].state) and state.waits_for)]
-        if stopped or slow_devices or idle or not missing:
+        if stopped or on_device or idle or not missing:
             break
         waiting = missing[0]
-    missing = stopped or slow_devices or idle or missing
+    missing = stopped or on_device or idle or missing
     waiting = next((rank for rank in timed_out if rank not in missing), waiting)
     state = reports[waiting].state
     seconds = f"{time.time() - _waits_since(state):.0f} s" if state else "its whole timeout"
@@ -183,7 +184,7 @@ def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Endin
     what = "hangs" if report.state else "does not answer"
     if stopped:
         what = "is stopped (SIGSTOP)"
-    elif slow_devices:
+    elif on_device:
         what = "hangs on its device"
     message = f"rank {names(first)} {what} {report.state or ''}".rstrip()
     if len(missing) > 1:
@@ -193,7 +194,7 @@ def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Endin
     return replace(_ending(HUNG, first, report.state, message), collective=f"missing in {awaited}" if awaited else None)
 
 
-def _awaited(state: RankState | None) -> Entry | None:
+def _awaited(state: RankState | None) -> Call | None:
     return (state.waits_for or state.last) if state else None
 
 
@@ -204,31 +205,9 @@ def _waits_since(state: RankState | None) -> float:
     return state.waits_for.time_s if state.waits_for else state.progress_s
 
 
-def _slow_devices(reports: Reports, awaited: Entry) -> list[int]:
-    """Ranks that have issued `awaited`, but whose devices are further from its end than others."""
-    places = {
-        rank: ON_DEVICE.index(entry.state)
-        for rank, report in reports.items()
-        for entry in (report.state.entries if report.state else ())
-        if (entry.group, entry.seq) == (awaited.group, awaited.seq) and entry.state in ON_DEVICE
-    }
-    least, most = min(places.values(), default=0), max(places.values(), default=0)
-    may_end_alone = awaited.root >= 0  # a root that only sends does not wait for the others to receive
-    if least == most or (may_end_alone and least > 0):
-        return []
-    return [rank for rank, place in places.items() if place == least]
-
-
 def _least_recent(reports: Reports, ranks: Sequence[int]) -> int:
     """Of `ranks`, the one whose last progress is longest ago."""
     return min(ranks, key=lambda rank: state.progress_s if (state := reports[rank].state) else 0.0)
-
-
-def _is_behind(state: RankState | None, awaited: Entry | None) -> bool:
-    if state is None or awaited is None:
-        return True
-    issued = [entry.seq for entry in state.entries if entry.group == awaited.group]
-    return max(issued, default=0) < awaited.seq
 
 
 def _lost(reports: Reports, names: RankNames) -> Ending:

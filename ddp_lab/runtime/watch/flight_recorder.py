@@ -19,9 +19,10 @@ from pathlib import Path
 
 import msgspec
 
+from ddp_lab.collectives.calls import COMPLETED, ISSUED, STATES, Call
 from ddp_lab.collectives.ranks import LONGEST_NAME
 from ddp_lab.runtime.watch.exit_reason import ExitReason
-from ddp_lab.runtime.watch.rank_state import COMPLETED, ISSUED, STATES, Entry, RankState
+from ddp_lab.runtime.watch.rank_state import RankState
 
 RING_ENTRIES = 2048
 TEXT_BYTES = 32768
@@ -134,7 +135,7 @@ class FlightRecorder:
         self.set_state(number, COMPLETED)
 
     def set_state(self, number: int, state: str) -> None:
-        """`state`: one of `rank_state.STATES`."""
+        """`state`: one of `calls.STATES`."""
         slot = self._page.ring[number % RING_ENTRIES]
         if slot.number == number:
             slot.state = STATES.index(state)
@@ -209,11 +210,11 @@ class FlightRecorder:
         waits_for = next((found.get(number) for number in sorted((page.waiting, page.stalled)) if number >= 0), None)
         return RankState(page.rank, page.step, phase, entries, waits_for, page.progress_s)
 
-    def _entry(self, number: int) -> Entry | None:
+    def _entry(self, number: int) -> Call | None:
         slot = _Slot.from_buffer_copy(self._page.ring[number % RING_ENTRIES])
         if slot.number != number:
             return None
-        return Entry(
+        return Call(
             slot.seq,
             slot.kind.decode(),
             slot.elements,

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
+from ddp_lab.collectives.calls import QUEUED, STARTED
 from ddp_lab.runtime.watch.flight_recorder import RING_ENTRIES, FlightRecorder
-from ddp_lab.runtime.watch.rank_state import QUEUED, STARTED
 
 Query = Callable[[], bool]
 """Asks without waiting. Any thread may call it."""

@@ -15,9 +15,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.watch.cause import RankReport
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
-from ddp_lab.runtime.watch.mismatch import Mismatch, find_deadlock, find_difference
 from ddp_lab.runtime.watch.processes import node_name, state_of
-from ddp_lab.runtime.watch.rank_state import RankNames
+from ddp_lab.runtime.watch.rank_state import Mismatch, RankNames, find_mismatch
 
 SETTLE_S = 2.5
 """How long the ranks have to say why they end."""
@@ -65,10 +64,8 @@ class Peers:
         """Between the ranks on this node."""
         flights = {rank: flight for rank, (flight, _) in self._here.items()} | {self._rank: self._flight}
         states = {rank: flight.state() for rank, flight in flights.items()}
-        difference = find_difference({rank: state.entries for rank, state in states.items()}, names)
-        if difference or not all(flight.is_blocked for flight in flights.values()):  # the others may issue more
-            return difference
-        return find_deadlock(states, names)
+        are_blocked = all(flight.is_blocked for flight in flights.values())  # else others may issue more
+        return find_mismatch(states, names, waiting=states if are_blocked else ())
 
     # The end -----------------------------------------------------------------------------------------------------
 

@@ -1,43 +1,11 @@
-"""What a rank does or did last: its step, its phase and its latest collectives."""
+"""What a rank does or did last: its step, its phase and its latest collectives; and where ranks differ in these."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from ddp_lab.collectives.calls import COMPLETED, Call, deadlock, first_difference, ranks_by_call
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.watch.phases import LOOP
-
-ON_DEVICE = QUEUED, STARTED, COMPLETED = ("queued", "started", "completed")
-"""How far a device is with a collective that it runs: not there yet, in it, past it."""
-ISSUED = "issued"
-STATES = (ISSUED, *ON_DEVICE)
-"""Of a collective. One that is done when `Work.wait` returns goes from `issued` to `completed`."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A collective that a rank has issued.
-
-    Attributes:
-        seq: Sequence number in its process group, from 1.
-        elements: Of the whole tensor: for a gather or scatter, of all ranks together.
-        root: Rank in the group that sends or receives everything; -1 for collectives without a root.
-        parameter: For an all-reduced gradient, the number of its trainable parameter, from 1; 0 if that is not known.
-        state: One of `STATES`.
-        time_s: When it was issued, in seconds since the epoch.
-    """
-
-    seq: int
-    kind: str
-    elements: int
-    dtype: str
-    group: str
-    root: int
-    parameter: int
-    state: str
-    time_s: float
-
-    def __str__(self) -> str:
-        size = f" of {self.elements} {self.dtype}" if self.elements else ""
-        return f"{self.kind} #{self.seq}{size}"
 
 
 @dataclass(frozen=True)
@@ -54,12 +22,12 @@ class RankState:
     rank: int
     step: int
     phase: str
-    entries: tuple[Entry, ...]
-    waits_for: Entry | None
+    entries: tuple[Call, ...]
+    waits_for: Call | None
     progress_s: float
 
     @property
-    def last(self) -> Entry | None:
+    def last(self) -> Call | None:
         return self.entries[-1] if self.entries else None
 
     @property
@@ -75,7 +43,7 @@ class RankState:
             return f"in {self.waits_for}"
         if self.last is None:
             return None
-        return f"after {self.last}" if self.last.state == "completed" else f"with {self.last} under way"
+        return f"after {self.last}" if self.last.state == COMPLETED else f"with {self.last} under way"
 
     def __str__(self) -> str:
         return f"{self.when}, {self.collective}" if self.collective else self.when
@@ -93,3 +61,37 @@ class RankNames:
 
 NUMBERS = RankNames()
 """Numbers alone."""
+
+ADVICE = "ranks must issue the same collectives in the same order"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Collectives that do not fit together.
+
+    Attributes:
+        text: What differs, for the user.
+        calls: By rank, the collective in which it differs from the others.
+    """
+
+    text: str
+    calls: Mapping[int, Call]
+
+
+def find_mismatch(
+    states: Mapping[int, RankState], names: RankNames = NUMBERS, waiting: Collection[int] = ()
+) -> Mismatch | None:
+    """The first collective of a process group in which ranks differ; or those of different groups in which the ranks
+    `waiting` wait for each other for ever. Only if no other rank can help them may they be named."""
+    if calls := first_difference({rank: state.entries for rank, state in states.items()}):
+        number = next(iter(calls.values())).seq
+        parts = [f"rank {names(*ranks)} {text}" for text, ranks in ranks_by_call(calls).items()]
+        return Mismatch(f"collective #{number} differs between ranks: {'; '.join(parts)}", calls)
+    waits_for = {rank: call for rank in waiting if (call := states[rank].waits_for)}
+    missing = deadlock({rank: states[rank].entries for rank in waiting}, waits_for)
+    parts = [
+        f"rank {names(rank)} waits in {call} ({call.group}), which rank {names(*missing[rank])} has not issued"
+        for rank, call in waits_for.items()
+        if rank in missing
+    ]
+    return Mismatch(f"collective differs between ranks: {'; '.join(parts)}", waits_for) if parts else None

@@ -36,10 +36,9 @@ from ddp_lab.runtime.errors import SequenceError
 from ddp_lab.runtime.groups import description
 from ddp_lab.runtime.link.delivery import PacedWork
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
-from ddp_lab.runtime.watch.mismatch import ADVICE, find_difference
 from ddp_lab.runtime.watch.on_device import DeviceCollectives, only_orders_streams
 from ddp_lab.runtime.watch.phases import current_step, waited, waiting
-from ddp_lab.runtime.watch.rank_state import NUMBERS, RankNames
+from ddp_lab.runtime.watch.rank_state import ADVICE, NUMBERS, RankNames, find_mismatch
 from ddp_lab.strategy.communication.observer import observe
 from ddp_lab.strategy.gradient_watch import GradientWatch
 
@@ -112,15 +111,15 @@ class CollectiveRecorder:
     def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup) -> SequenceError | None:
         """See `communication.observer.agree_on_sequence`."""
         everyone: list[Any] = [None] * dist.get_world_size(among)
-        dist.all_gather_object(everyone, self._flight.state().entries, group=among)
+        dist.all_gather_object(everyone, self._flight.state(), group=among)
         self._digests.update(dict.fromkeys(self._alike(group), 0))  # on all its ranks alike
         members = dist.get_process_group_ranks(among)
-        mismatch = find_difference(dict(zip(members, everyone, strict=True)), self._names)
+        mismatch = find_mismatch(dict(zip(members, everyone, strict=True)), self._names)
         if mismatch is None:
             return None
         error = SequenceError(f"step {current_step()}: {mismatch.text}; {ADVICE}; no parameter is updated yet")
-        error.rank, entry = next(iter(mismatch.entries.items()))
-        error.collective = str(entry)
+        error.rank, call = next(iter(mismatch.calls.items()))
+        error.collective = str(call)
         return error
 
     def _before(self, name: str, label: str) -> Callable[[Any], None]:

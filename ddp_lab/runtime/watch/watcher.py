@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from ddp_lab.collectives.calls import Call
 from ddp_lab.runtime.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
 from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.watch.cause import Ending, RankReport, first_cause
 from ddp_lab.runtime.watch.exit_reason import ExitReason, text_of
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
-from ddp_lab.runtime.watch.mismatch import Mismatch
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
 from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers
 from ddp_lab.runtime.watch.phases import record_phases_in
 from ddp_lab.runtime.watch.processes import SignalReceiver, kills_for_memory, state_of
-from ddp_lab.runtime.watch.rank_state import NUMBERS, Entry, RankNames, RankState
+from ddp_lab.runtime.watch.rank_state import NUMBERS, Mismatch, RankNames, RankState
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 
 LOOK_EVERY_S = 0.25
@@ -81,7 +81,7 @@ class Watcher:
         faulthandler.enable()
         self._signals.stop()
 
-    def latest_collectives(self) -> tuple[Entry, ...]:
+    def latest_collectives(self) -> tuple[Call, ...]:
         return self.flight.state().entries
 
     def agree(self, error: Exception) -> None:
