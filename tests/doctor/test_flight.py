@@ -2,7 +2,11 @@
 
 import json
 import pickle
+from argparse import Namespace
+from copy import deepcopy
 from pathlib import Path
+
+from torch.distributed.flight_recorder.components.builder import build_db
 
 from ddp_lab.doctor.comparison import compare
 from ddp_lab.doctor.reading.flight_recorder import read_dump
@@ -45,23 +49,59 @@ def test_messages_between_stages_are_no_difference():
 
 def test_groups_of_different_ranks_with_one_name_are_different():
     """As each rank counts the groups that it makes itself."""
-    dumps = [torch_dump(rank, "3", ranks, kind) for rank, ranks, kind in ((0, "[0, 1]", "a"), (2, "[2, 3]", "b"))]
+    dumps = [
+        torch_dump(rank, "3", ranks, [(kind, 8)]) for rank, ranks, kind in ((0, "[0, 1]", "a"), (2, "[2, 3]", "b"))
+    ]
     found = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), dumps, strict=True)])
     assert [(each.what, each.ranks) for each in found] == [("missing", [1]), ("missing", [3])]
-    same = [torch_dump(rank, "3", "[0, 2]", kind) for rank, kind in ((0, "a"), (2, "b"))]
+    same = [torch_dump(rank, "3", "[0, 2]", [(kind, 8)]) for rank, kind in ((0, "a"), (2, "b"))]
     found = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), same, strict=True)])
     assert [each.what for each in found] == ["differ"]
 
 
-def torch_dump(rank, group, ranks, kind):
-    """A dump of torch with one collective that runs."""
-    entry = {
-        "collective_seq_id": 1,
-        "process_group": [group, "tp"],
-        "profiling_name": f"nccl:{kind}",
-        "state": "started",
-    }
-    return {"version": "2.10", "rank": rank, "entries": [entry], "pg_config": {group: {"ranks": ranks}}}
+def torch_dump(rank, group, ranks, calls, running=1):
+    """A dump of torch; the collective with number `running` is not done."""
+    entries = [
+        {
+            **{"record_id": number, "collective_seq_id": number, "p2p_seq_id": 0, "process_group": [group, "tp"]},
+            **{"profiling_name": f"nccl:{kind}", "state": "completed" if number < running else "started"},
+            **{
+                "input_sizes": [[elements]],
+                "output_sizes": [[elements]],
+                "time_created_ns": 10**9 * number,
+                "is_p2p": False,
+            },
+            **{"input_dtypes": ["Float"], "output_dtypes": ["Float"]},
+        }
+        for number, (kind, elements) in enumerate(calls, 1)
+    ]
+    return {"version": "2.10", "rank": rank, "entries": entries, "pg_config": {group: {"desc": "tp", "ranks": ranks}}}
+
+
+def said_by_torch(dumps):
+    """What torch's own analyser (`torchfrtrace`) says: number of the first collective with a problem, and the ranks."""
+    args = Namespace(verbose=False, just_print_entries=False, allow_incomplete_ranks=False, mismatch_cap=10)
+    calls = build_db(deepcopy({str(dump["rank"]): dump for dump in dumps}), args, "2.10").collectives
+    problems = [(call.collective_seq_id, {*(call.mismatch_collectives or call.missing_ranks or ())}) for call in calls]
+    return next((problem for problem in problems if problem[1]), None)
+
+
+@each_row(
+    ("last_of_rank_2", "what"),
+    [
+        ([("all_reduce", 16)], None),
+        ([("all_reduce", 17)], "differ"),
+        ([("broadcast", 16)], "differ"),
+        ([], "behind"),
+    ],
+)
+def test_torchs_analyser_names_the_same_collective_and_ranks(last_of_rank_2, what):
+    last = [[("all_reduce", 16)], [("all_reduce", 16)], last_of_rank_2]
+    dumps = [torch_dump(rank, "0", "[0, 1, 2]", [*CALLS[:2], *calls], running=3) for rank, calls in enumerate(last)]
+    found = [each for each in divergences(*dumps) if each.what != "stuck"]
+    assert [each.what for each in found] == [what] * bool(what)
+    ours = next(((each.seq, set(each.ranks)) for each in found), None)
+    assert said_by_torch(dumps) == ours == ((3, {2}) if what else None)
 
 
 AHEAD = own(0, [*CALLS, ("all_reduce", 1)], last_state="issued")
