@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 
 from ddp_lab.analysis.command import main as report
@@ -35,14 +34,11 @@ from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.reading import content as doctors
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.costs.record import load, operator_costs
-from ddp_lab.planner.costs.timing import measure
 from ddp_lab.runtime.data.kept import kept
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.sweep.state import SweepState
 from ddp_lab.untrusted import LIMIT
 from tests.damage import DAMAGE, damaged
-from tests.planner.costs.test_record import step_of
 from tests.tables import by_default
 from tests.traces import cpu_trace, cuda_trace, timed, write, write_run
 
@@ -145,11 +141,6 @@ def of_doctor(file):
     return reader
 
 
-def operators(folder):
-    path = write(folder / "record.json", measure([step_of()], torch.device("cpu"), repeats=1, about="mlp"))
-    return path, lambda: operator_costs(str(path), load(path), hardware.device("cpu"), "fp32")
-
-
 def card(folder):
     path = folder / "card.toml"
     path.write_text('[devices.mine]\nlike = "H100"\nmemory_mib = 1024\nbytes_per_s = 1e12\nsource = "me"\n')
@@ -198,7 +189,6 @@ READERS = {
     "the Inspector's times": (40, of_doctor("inspector-straggler/rank_1_last/node1-pid163945.log")),
     "a log of NCCL": (40, of_doctor("shm-full/2_26.log")),
     "a topology": (40, of_doctor("socket-despite-infiniband/with_topology/topology.txt")),
-    "times of operators": (40, operators),
     "a card": (40, card),
     "a sweep": (40, sweep),
     "tokens": (40, tokens),
@@ -265,7 +255,7 @@ def test_a_small_file_that_unpacks_to_a_huge_one(tmp_path, packed, monkeypatch):
     lines.write_bytes(PACKED[packed](b"a\n" * (UNPACKED // 2)))
     tracemalloc.start()
     try:
-        for read in (read_trace, read_record, load):
+        for read in (read_trace, read_record):
             assert "not valid JSON" in refusal(read, zeros)
             assert f"GiB unpacked; if so, give --most-gib above {MOST / 2**30:g}" in refusal(read, spaces)
         found = read_inputs([str(lines)])

@@ -23,7 +23,7 @@ Variant = tuple[str, Task]
 """What is other than in the plan, and the choice under such settings."""
 
 
-def besides(plan: Plan, jobs: int | None, recorded: bool) -> list[str]:
+def besides(plan: Plan, jobs: int | None) -> list[str]:
     """Sentences on the choice that comes nearest to fitting, and on what the recommended one gives up."""
     best = recommended(plan.rows)
     too_large = [row for row in plan.rows if row["fits"] == "no"]
@@ -31,7 +31,7 @@ def besides(plan: Plan, jobs: int | None, recorded: bool) -> list[str]:
     remedies = [] if nearest is None else list(smaller(plan.case_of(nearest.get("mesh")), str(nearest["choice"])))
     if nearest is not None and best is not None:
         remedies = [(words, task) for words, task in remedies if task[1] == nearest["choice"]]
-    hints = [] if best is None else list(faster(plan.case_of(best.get("mesh")), str(best["choice"]), recorded))
+    hints = [] if best is None else list(faster(plan.case_of(best.get("mesh")), str(best["choice"])))
     variants = [*remedies, *hints]
     if not variants:
         return []
@@ -77,12 +77,12 @@ def smaller(case: Case, choice: str) -> Iterator[Variant]:
                 yield f"{larger.world_size} devices", (more, choice)
 
 
-def faster(case: Case, choice: str, recorded: bool) -> Iterator[Variant]:
-    """What may take less time at the price of memory or of digits. A record has the times of one precision."""
+def faster(case: Case, choice: str) -> Iterator[Variant]:
+    """What may take less time at the price of memory or of digits."""
     config, rates = case.config, case.cluster.device.flops_per_s
     is_fp32 = config.strategy.precision == "fp32" and not config.strategy.param_dtype
-    if is_fp32 and not recorded and rates.get("bfloat16", 0.0) > rates.get("float32", 0.0):
-        costs = costs_of(case.cluster, "bf16", contention=case.costs.contention)
+    if is_fp32 and rates.get("bfloat16", 0.0) > rates.get("float32", 0.0):
+        costs = costs_of(case.cluster, case.costs.contention)
         yield "--precision bf16", (replace(case, config=config.but(precision="bf16"), costs=costs), choice)
     for blocks in (SELECTIVE, NO_RECOMPUTATION):
         if config.strategy.activation_checkpointing not in (NO_RECOMPUTATION, blocks):

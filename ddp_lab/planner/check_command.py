@@ -127,7 +127,7 @@ def task_of(name: str, row: Measured) -> tuple[Case, str]:
     except UserError as error:
         raise UserError(f"row {name}: {error}") from None
     if row.compiled:
-        case = replace(case, costs=costs_of(case.cluster, options.precision, compiles=True))
+        case = replace(case, costs=costs_of(case.cluster, compiles=True))
     return case, options.choices
 
 

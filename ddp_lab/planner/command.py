@@ -3,8 +3,7 @@
     ddp-lab plan --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
     ddp-lab plan search --model SmolLM2-360M --gpus 8xH100 --global-batch-size 512    # which batch, recomputation, mesh
     ddp-lab plan memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
-    ddp-lab plan record --output card.toml                                # what this device reaches, for --gpus
-    ddp-lab plan record --model SmolLM2-360M --output l4.json             # times of its operators, for --record
+    ddp-lab plan measure --output card.toml                               # what this device reaches, for --gpus
     ddp-lab plan --check published                                        # plans beside steps that others measured
 
 `ddp-lab plan COMMAND --help` lists the flags of a command.
@@ -40,7 +39,7 @@ def build_parser(command: str = DEFAULT) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    prepare_process()  # `record` times operators as runs have them
+    prepare_process()  # `measure` times operators as runs have them
     command, rest = DEFAULT, list(arguments)
     if rest and not rest[0].startswith("-"):
         command = rest.pop(0)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 SIZES = ("d_model", "d_ff", "layers", "heads", "kv_heads", "vocab")
 NEEDED_SIZES = SIZES[:3]
-OF_STEPS = ("micro_batch_sizes", "precision", "repeats")
-"""Flags of `record` that are for a model."""
 AS_THE_RUNNERS = (
     *("sequence_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
     *("context_parallel", "router_scores", "router_bias"),
@@ -63,7 +61,7 @@ def add_plan_flags(parser: argparse.ArgumentParser, mesh: str | None = None, **o
     add(
         "--gpus",
         required=True,
-        help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine; 2xcard.toml: as plan record wrote it",
+        help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine; 2xcard.toml: of plan measure",
     )
     add("--link", help="between devices of a node: pcie4, 10gbit, ... (default: the NVLink of H200, H100 and A100)")
     add("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
@@ -76,7 +74,6 @@ def add_plan_flags(parser: argparse.ArgumentParser, mesh: str | None = None, **o
     add_flags(parser, AS_THE_RUNNERS, global_batch_size=None, grad_accum_steps=None, **other)
     add("--price", type=amount, help="of one device for an hour, in US dollars (default: a list price)")
     add("--tokens", type=at_least(1, float), help="tokens of the whole training: adds its hours and its cost")
-    add("--record", type=Path, metavar="FILE", help="operators as `ddp-lab plan record` timed them")
     add(
         "--contention",
         type=at_least(1, float),
@@ -124,24 +121,15 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
 
 
-def add_record_flags(parser: argparse.ArgumentParser) -> None:
-    """A model is not needed: the flags after `--output` are for one."""
-    add_model_flags(parser)
-    add_task_flag(parser)
-    add = parser.add_argument
-    add(
-        "--output", type=Path, required=True, help="file to write: with a model JSON for --record, else TOML for --gpus"
-    )
-    add("--micro-batch-sizes", help="samples in a micro-batch, with commas between (default: 1,2)")
-    add("--precision", choices=PRECISIONS, help="as the runner's (default: fp32)")
-    add("--repeats", type=count, help="how often each step is timed (default: 7)")
+def add_measure_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, required=True, help="file to write: TOML for plan --gpus 2xFILE")
 
 
 COMMANDS = {
     "plan": (add_plan_flags, "ddp_lab.planner.plan_command"),
     "search": (add_search_flags, "ddp_lab.planner.search_command"),
     "memory": (add_memory_flags, "ddp_lab.planner.memory_command"),
-    "record": (add_record_flags, "ddp_lab.planner.record_command"),
+    "measure": (add_measure_flags, "ddp_lab.planner.measure_command"),
     "check": (add_check_flags, "ddp_lab.planner.check_command"),
 }
 """For each command what makes its flags, and the module whose `run` does it, which is imported only then."""

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     console.print(headline(plan))
     frame = plan.frame if len(plan.cases) == 1 else plan.frame[plan.frame["fits"] != "unknown"]
     console.print("", printed(frame), "")
-    found = besides(plan, options.jobs, options.record is not None)
+    found = besides(plan, options.jobs)
     for line in [*notes(plan), *reasons(plan.rows), *commands(plan), *found, *certainty(plan)]:
         console.print(line, soft_wrap=True, markup=False)
     if options.csv is not None:
@@ -128,14 +128,8 @@ def case_of(options: argparse.Namespace) -> Case:
     config = RunConfig.of(**given)
     model = chosen_model(options)
     model.require_length(options.sequence_length)
-    if options.record and options.efficiency is not None:
-        raise UserError("--efficiency is for rates of a table; it does not go with --record")
-    if options.record and options.param_dtype:
-        raise UserError("--record: a record has the times of fp32 parameters; it does not go with --param-dtype")
-    if options.record and config.strategy.compile_backend:
-        raise UserError("--record: a record has the times of eager operators; it does not go with --compile")
     compiles = config.strategy.compile_backend is not None
-    costs = costs_of(cluster, options.precision, options.record, options.contention, compiles)
+    costs = costs_of(cluster, options.contention, compiles)
     price = listed_price(cluster.device.name) if options.price is None else Price(options.price)
     return Case(model, cluster, config, options.sequence_length, costs, price, options.tokens)
 

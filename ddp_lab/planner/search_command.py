@@ -110,10 +110,10 @@ def without_needless_mesh(case: Case) -> Case:
 
 def costs_by_compilation(case: Case, options: argparse.Namespace) -> dict[bool, Costs]:
     """What operators take in compiled blocks, where that is known and not said, and as `case` has them."""
-    is_said, config = bool(case.config.strategy.compile_backend), case.config
-    if case.cluster.device.kind != "cuda" or is_said or options.record:
+    is_said = bool(case.config.strategy.compile_backend)
+    if case.cluster.device.kind != "cuda" or is_said:
         return {is_said: case.costs}
-    fused = costs_of(case.cluster, config.strategy.precision, contention=options.contention, compiles=True)
+    fused = costs_of(case.cluster, options.contention, compiles=True)
     return {True: fused, False: case.costs}
 
 

@@ -89,7 +89,7 @@ def test_meshes_that_do_not_fit_are_left_out_with_the_reason():
 def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it(gpus):
     """Its step takes at least so long, and is not the fastest. Nothing is left out where nothing else fits."""
     few = replace(case(f"{gpus}xL4", batch=gpus), sequence_length=2048)
-    made = replace(few, model=models.from_sizes(256, 1024, 2, 2, 2, 50), costs=costs_of(few.cluster, "fp32"))
+    made = replace(few, model=models.from_sizes(256, 1024, 2, 2, 2, 50), costs=costs_of(few.cluster))
     many = replace(made, config=few.config.but(grad_accum_steps=1))
     tasks = [(filled(each), "zero1") for each in on_all_meshes(many, {})[0]]
     pipelines = [task for task in tasks if task[0].config.has_stages]

@@ -1,7 +1,6 @@
 """Plans: rows, intervals and recommendation of known simulations; the command as a user runs it."""
 
 import importlib
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,6 @@ from ddp_lab.planner import beside, models, plan_command
 from ddp_lab.planner import command as script
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.contracts import Costs
-from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
 from ddp_lab.planner.plan import Outcome, simulating
 from ddp_lab.planner.rates import flops_of_a_sample, multiplied
 from ddp_lab.planner.report.columns import PLAN_COLUMNS
@@ -171,7 +168,7 @@ def test_what_does_not_fit_says_what_would(monkeypatch, peaks, said):
     monkeypatch.setattr(beside, "outcomes", outcomes)
     of = case(batch=16)
     plan = Plan([of], [Outcome(of, "zero1", simulation(100, 0, 30)), Outcome(of, "simple_ddp", None, "?")])
-    (sentence,) = beside.besides(plan, 1, recorded=False)
+    (sentence,) = beside.besides(plan, 1)
     assert all(words in sentence for words in said)
 
 
@@ -188,7 +185,7 @@ def test_what_would_be_faster_is_simulated_too(monkeypatch):
         ],
     )
     blocks = replace(case(), config=case().config.but(activation_checkpointing="block"))
-    (sentence,) = beside.besides(Plan([blocks], [Outcome(blocks, "zero1", simulation(100, 0, 9))]), 1, recorded=False)
+    (sentence,) = beside.besides(Plan([blocks], [Outcome(blocks, "zero1", simulation(100, 0, 9))]), 1)
     assert "--precision bf16 60.0 ms" in sentence and "selective 70.0 ms" in sentence and "none" not in sentence
 
 
@@ -254,27 +251,6 @@ def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path):
     assert "Take zero1@dp2-ep2 (main_parallel.py" in answer.stdout and " --workload sample-moe " in answer.stdout
     assert "Experts: each is assumed to get equally many tokens" in answer.stdout
     assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
-
-
-def test_record_then_plan_with_it(tmp_path):
-    record = tmp_path / "new" / "record.json"
-    flags = ["--micro-batch-sizes", "1", "--repeats", "2", "--output", str(record)]
-    answer = plan("record", *TINY, *flags)
-    assert answer.returncode == 0 and "micro-batch of 1: a step takes " in answer.stdout, answer.stderr
-    costs = costs_of(hardware.cluster("2xcpu", "loopback"), "fp32", record)
-    assert costs.compute_error == RECORD_ERROR and f"as recorded in {record} (" in costs.sources[0]
-    content = json.loads(record.read_text())
-    for each in content["operators"]:  # what this machine was slow at by chance is not the test's matter
-        each["seconds"] = 1e-3
-    step_ms = sum(each["count"] for each in content["operators"])
-    record.write_text(json.dumps(content))
-    two = ["--gpus", "2xcpu", "--link", "loopback", "--choices", "simple_ddp", "--jobs", "1", "--record", str(record)]
-    table = tmp_path / "plan.csv"
-    answer = plan(*TINY, *two, "--global-batch-size", "2", "--grad-accum-steps", "1", "--csv", str(table))
-    (row,) = pd.read_csv(table).to_dict("records")
-    assert 1.0 < (row["step_time_ms"] - row["exposed_ms"]) / step_ms < 1.5, "the recorded step, and what strategies add"
-    wrong = plan(*TINY, *WHERE, "--record", str(record))
-    assert wrong.returncode == 2 and "recorded on" in wrong.stderr and wrong.stderr.count("error") == 1
 
 
 # Documentation ------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_many_micro_batches_take_what_a_few_take_each(name, data_ranks, mesh):
     model = replace(models.from_sizes(64, 96, 1, heads=2, vocab=50), task="causal-lm")
     if config.has_experts:
         model = models.find("sample-moe")
-    planned = Case(model, cluster, config, 32, costs_of(cluster, "bf16"))
+    planned = Case(model, cluster, config, 32, costs_of(cluster))
     few, all_of_them = (by(planned.setting(name), cluster, planned.costs) for by in (simulate_step, simulate))
     assert few.memory.at_rest == all_of_them.memory.at_rest
     assert few.memory.peak_bytes == all_of_them.memory.peak_bytes

@@ -18,7 +18,7 @@ TABLE = Path(__file__).parent.parent / "hardware.toml"
 OWN = ".toml"
 """How the name of a device ends that is a file with an entry in the form of the table."""
 ADD = (
-    "Or measure it where it is (ddp-lab plan record --output card.toml) or write its file: [devices.NAME] with "
+    "Or measure it where it is (ddp-lab plan measure --output card.toml) or write its file: [devices.NAME] with "
     'like = "H100" and what differs (memory_mib, flops, bytes_per_s, efficiency, source); plan with --gpus 2xcard.toml'
 )
 Dtype = Literal["float32", "tfloat32", "bfloat16", "float16", "float64"]

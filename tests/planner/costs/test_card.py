@@ -1,4 +1,4 @@
-"""What `ddp-lab plan record` measures of a device, and plans with what it writes."""
+"""What `ddp-lab plan measure` measures of a device, and plans with what it writes."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,8 @@ from ddp_lab.planner import command as script
 from ddp_lab.planner import models
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import card, hardware
+from ddp_lab.planner.costs.card import SIZES, Sizes, on_memory
 from ddp_lab.planner.costs.entries import Entry, filled, table
-from ddp_lab.planner.costs.kernels import SIZES, Sizes, on_memory
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.plan import Case, simulate_step
 from ddp_lab.runtime.config import RunConfig
@@ -33,7 +33,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("card") / "card.toml"
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(SIZES, "cpu", SMALL)
-        answer = run_in_process(script, "record", "--output", str(path))
+        answer = run_in_process(script, "measure", "--output", str(path))
     assert answer.returncode == 0 and f"plan with --gpus 1x{path} --link LINK" in answer.stdout, answer.stderr
     return path
 
@@ -111,7 +111,7 @@ def step_of(entry: Mapping[str, Any], folder: Path) -> float:
     cluster = hardware.cluster(f"2x{path}")
     model = replace(models.from_sizes(32, 48, 1, heads=1, vocab=50), task="causal-lm")
     config = RunConfig.of(global_batch_size=4, grad_accum_steps=1, precision="bf16-true")
-    planned = Case(model, cluster, config, 64, costs_of(cluster, "bf16-true"))
+    planned = Case(model, cluster, config, 64, costs_of(cluster))
     return simulate_step(planned.setting("bucket_ddp_async"), cluster, planned.costs).step_time_s
 
 
