@@ -1,9 +1,8 @@
 """Memory of model states and of ranks, by formulas that can be checked by hand. Nothing is run.
 
 Psi is the number of parameters, N the number of ranks. Model states follow ZeRO (Rajbhandari et al., ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054, sections 3.1 and 5). `decoders` has what
-autograd keeps. What a step holds besides (buffers of collectives, temporaries) is in no formula: `ddp-lab plan` without
-`memory` counts it by running the strategy.
+Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054, sections 3.1 and 5). What a step holds
+besides (activations, buffers of collectives, temporaries) is in no formula: it is counted by running the strategy.
 """
 
 from ddp_lab.planner.contracts import MODEL_STATES
@@ -62,19 +61,8 @@ def formula(stage: str, precision: str, casts: bool = False) -> str:
     return " + ".join(part for part in (f"{whole}" if whole else "", f"{shared}/N" if shared else "") if part)
 
 
-def least_ranks(
-    parameters: float,
-    stage: str,
-    precision: str,
-    memory_bytes: float,
-    activation_bytes: float = 0.0,
-    casts: bool = False,
-) -> int | None:
-    """The smallest number of ranks at which everything takes less than `memory_bytes` on each; None if there is none.
-
-    Args:
-        activation_bytes: Of one rank.
-    """
+def least_ranks(parameters: float, stage: str, precision: str, memory_bytes: float, casts: bool = False) -> int | None:
+    """The smallest number of ranks on each of which states take less than `memory_bytes`; None if there is none."""
     whole, shared = bytes_of_a_parameter(stage, precision, casts)
-    left = memory_bytes - parameters * whole - activation_bytes
+    left = memory_bytes - parameters * whole
     return max(1, int(parameters * shared // left) + 1) if left > 0 else None

@@ -42,15 +42,21 @@ def least_states(case: Case, choice: str, elements: int) -> Mapping[str, float]:
     Args:
         elements: Of the model.
     """
-    strategy, mesh = case.config.strategy, case.mesh
+    strategy = case.config.strategy
     if strategy.param_dtype or strategy.offload:
         return {}
-    cut = tensor_ranks(mesh) * stages(case) * (mesh.degree(EXPERT) if mesh else 1)  # as if all were experts
-    shards = mesh.degree(SHARD) if mesh and SHARD in mesh.degrees else case.cluster.world_size // cut
+    cut, shards = shares(case)
     other = "zero3" if "fsdp" in choice else "replicated"
     stage = next((stage for stage in STAGES if choice.endswith(stage)), other)
     precision = strategy.precision if strategy.precision in PRECISIONS else "fp32"
     return state_bytes(elements / cut, shards, stage, precision)
+
+
+def shares(case: Case) -> tuple[int, int]:
+    """Over how many ranks the model is cut, and over how many a shard of a part is."""
+    mesh = case.mesh
+    cut = tensor_ranks(mesh) * stages(case) * (mesh.degree(EXPERT) if mesh else 1)  # as if all were experts
+    return cut, mesh.degree(SHARD) if mesh and SHARD in mesh.degrees else case.cluster.world_size // cut
 
 
 def worth_simulating(

@@ -55,9 +55,9 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     try:
-        if "gpus" in options:
+        if getattr(options, "gpus", None):
             hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
-        with long_work("loading torch", shown=command != "memory"):
+        with long_work("loading torch", shown=getattr(options, "parameters", None) is None):
             module = importlib.import_module(COMMANDS[command][1])
         module.run(options, Console(highlight=False, width=WIDTH))
     except UserError as error:

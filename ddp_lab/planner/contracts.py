@@ -23,6 +23,22 @@ COMPONENTS = {
 """Components of memory, with labels. Every byte of a rank counts as one of them."""
 
 
+CONTIGUOUS = "contiguous"
+"""All large tensors have one dense layout."""
+SCATTERED = "scattered"
+"""Broadcast, strided, or reduced along a dimension: one element at a time."""
+ROWS = "rows"
+"""Normalizes rows in one kernel, which reads them more than once."""
+DERIVATIVE = "derivative"
+"""Of an activation function: more arithmetic than bytes."""
+OPTIMIZER = "optimizer"
+"""A fused update of many tensors."""
+CAUSAL = "causal"
+"""Attention to earlier positions alone, which needs half of the arithmetic that torch counts."""
+ACCESSES = (CONTIGUOUS, SCATTERED, ROWS, DERIVATIVE, OPTIMIZER)
+"""How operators reach memory that are timed by it."""
+
+
 @dataclass(frozen=True)
 class OperatorCall:
     """One call of an operator, as the dispatcher sees it.
@@ -33,7 +49,7 @@ class OperatorCall:
         dtypes: Of the same, without `torch.`: `float32`.
         flops: Floating-point operations by `torch.utils.flop_counter`; 0 where it knows none.
         bytes_moved: Bytes of all tensors read and of all written. A tensor that is changed in place counts twice.
-        access: How it reaches memory (`ddp_lab.planner.costs.access`).
+        access: How it reaches memory: one of `ACCESSES`, or `CAUSAL`.
     """
 
     name: str

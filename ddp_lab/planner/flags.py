@@ -50,9 +50,12 @@ def add_task_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", choices=TASKS, default=CLASSIFICATION, help=what)
 
 
-def add_plan_flags(parser: argparse.ArgumentParser, mesh: str | None = None, **other: None) -> None:
+def add_plan_flags(
+    parser: argparse.ArgumentParser, mesh: str | None = None, is_formula: bool = False, **other: None
+) -> None:
     """Args:
     mesh: The default of `--mesh`.
+    is_formula: Devices need not be given, and precisions are another's matter.
     other: Settings of `AS_THE_RUNNERS` that are chosen where they are not given.
     """
     add_model_flags(parser)
@@ -60,7 +63,7 @@ def add_plan_flags(parser: argparse.ArgumentParser, mesh: str | None = None, **o
     add = parser.add_argument
     add(
         "--gpus",
-        required=True,
+        required=not is_formula,
         help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine; 2xcard.toml: of plan measure",
     )
     add("--link", help="between devices of a node: pcie4, 10gbit, ... (default: the NVLink of H200, H100 and A100)")
@@ -71,7 +74,13 @@ def add_plan_flags(parser: argparse.ArgumentParser, mesh: str | None = None, **o
         default=mesh,
         help=f"ranks by dimension, as the runner's: dp=4,tp=2; auto: all that fit (default: {mesh or 'none'})",
     )
-    add_flags(parser, AS_THE_RUNNERS, global_batch_size=None, grad_accum_steps=None, **other)
+    add_flags(
+        parser,
+        [name for name in AS_THE_RUNNERS if not (is_formula and name == "precision")],
+        global_batch_size=None,
+        grad_accum_steps=None,
+        **other,
+    )
     add("--price", type=amount, help="of one device for an hour, in US dollars (default: a list price)")
     add("--tokens", type=at_least(1, float), help="tokens of the whole training: adds its hours and its cost")
     add(
@@ -100,18 +109,15 @@ def mesh_or_auto(text: str) -> str:
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_flags(parser)
-    add_task_flag(parser)
+    """Flags of a plan, or a number of parameters instead."""
+    add_plan_flags(parser, is_formula=True)
     add = parser.add_argument
-    numbers = "instead of a model: a number of parameters, such as 7.5e9"
-    add("--parameters", type=at_least(1, float), help=numbers)
-    add("--ranks", type=count, default=1, help="ranks that share the states (default: 1)")
-    add("--tp", type=count, default=1, help="ranks that each layer is cut over, besides (default: 1)")
-    precisions = "as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
+    add("--parameters", type=at_least(1, float), help="formulas alone: a number of parameters, such as 7.5e9")
+    add("--ranks", type=count, default=1, help="with --parameters: ranks that share the states (default: 1)")
+    memory = "with --parameters: of one device, in GiB (default: 80)"
+    add("--device-memory-gib", type=at_least(0.001, float), default=80.0, help=memory)
+    precisions = "as the runner's; with --parameters also mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
     add("--precision", choices=(*PRECISIONS, "mixed"), default="fp32", help=precisions)
-    add_flags(parser, ("param_dtype", "loss_chunks"))
-    add("--micro-batch-size", type=count, default=1, help="samples in a micro-batch (default: 1)")
-    add("--device-memory-gib", type=at_least(0.001, float), default=80.0, help="of one device, in GiB (default: 80)")
 
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:

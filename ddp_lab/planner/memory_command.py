@@ -1,104 +1,89 @@
-"""`ddp-lab plan memory`: prints the formulas of `ddp_lab.planner.accounting` with their numbers."""
+"""`ddp-lab plan memory`: ZeRO's formulas, and beside them the simulated peak of each stage by component."""
 
 import argparse
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from ddp_lab.planner.accounting import PRECISIONS, STAGES, formula, least_ranks, state_bytes
-from ddp_lab.planner.decoders import CASTS, Batch, Term, total
-from ddp_lab.planner.flags import chosen_model
-from ddp_lab.planner.gpt2 import decoder_of
+from ddp_lab.planner.contracts import COMPONENTS, MODEL_STATES
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.settings.data import CAUSAL_LM
 
-GB, GIB = 1e9, 2**30
+GIB = 2**30
 CAST = "16-bit copies of fp32 shards, as the runner's --param-dtype; gradients and Adam are in fp32."
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Print the terms of a model's memory, and from how many ranks on it fits.
+    """Print the states of one rank by formula, in a plan also all that a simulated rank holds at its peak.
 
     Raises:
-        UserError: its values make no sense.
+        UserError: the command line makes no sense.
     """
-    name, parameters, activations = counted(options)
-    console.print(f"{name}: Psi = {total(parameters):,.0f} parameters")
-    if len(parameters) > 1:
-        show_terms(console, "Parameters", parameters, 1, "elements")
-    if activations:
-        title = f"Held by one rank when backward begins, b = {options.micro_batch_size}, s = {options.sequence_length}"
-        show_terms(console, title, activations, GB, "GB")
-    show_states(console, total(parameters), activations, options)
-    if not activations:
-        console.print("Activations: no formula here; `ddp-lab plan` without `memory` counts them by running the model.")
-    if any(term.name == CASTS for term in activations):
-        console.print("zero3 frees cast weights with their blocks: its activations are without those.")
-    console.print("GB: 10^9 bytes; GiB: 2^30. Buffers of collectives, temporaries and padding are left out.")
-
-
-def counted(options: argparse.Namespace) -> tuple[str, Sequence[Term], Sequence[Term]]:
-    """Name, parameters and activations of the model that the command line names.
-
-    Raises:
-        UserError: it names none, or two, or settings of another kind of model.
-    """
-    if options.param_dtype and options.precision != "fp32":
-        raise UserError(f"--param-dtype with --precision {options.precision}: must be one or the other")
-    if options.parameters is not None:
-        if options.model is not None or options.d_model is not None:
-            raise UserError("--parameters: does not go with a model; leave one of them out")
-        formula = f"as given, over {options.tp} ranks of tp" if options.tp > 1 else "as given"
-        return "any model", [Term("parameters", formula, options.parameters / options.tp)], []
-    model, chunks = chosen_model(options), options.loss_chunks
-    if chunks > 1 and options.task != CAUSAL_LM:
-        raise UserError(f"--loss-chunks {chunks}: must be with --task {CAUSAL_LM}")
-    decoder = decoder_of(model.configuration(), options.task)
-    if decoder is None and options.tp > 1:
-        raise UserError(f"--tp: no formula is known for {model.name}; plan it with --mesh")
-    if decoder is None:
-        return model.name, [Term("parameters", "counted on the built module", model.elements())], []
-    name = f"{model.name}, the part of one of {options.tp} ranks of tp" if options.tp > 1 else model.name
-    part = decoder.part(options.tp)
-    sizes = options.micro_batch_size, options.sequence_length
-    batch = Batch.of(*sizes, options.precision, casts=bool(options.param_dtype))
-    at_peak = part.loss_term(batch, chunks)
-    return name, part.parameter_terms(), [*part.activation_terms(batch, chunks), *([at_peak] if at_peak else [])]
-
-
-def show_terms(console: Console, title: str, terms: Sequence[Term], scale: float, unit: str) -> None:
-    digits = 0 if scale == 1 else 3
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_footer=True)
-    table.add_column("term", "sum")
-    table.add_column("formula")
-    table.add_column(unit, f"{total(terms) / scale:,.{digits}f}", justify="right")
-    for term in terms:
-        table.add_row(term.name, term.formula, f"{term.amount / scale:,.{digits}f}")
-    console.print("", table)
-
-
-def show_states(console: Console, parameters: float, kept: Sequence[Term], options: argparse.Namespace) -> None:
-    """Model states of each stage on one rank, and from how many ranks on they fit on a device."""
-    ranks, precision, casts = options.ranks, options.precision, bool(options.param_dtype)
-    memory = options.device_memory_gib * GIB
-    title = f"One of {ranks:,} rank{'s' if ranks > 1 else ''} (N). {CAST if casts else PRECISIONS[precision][1]}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("states, bytes\na parameter")
-    from_n = f"below\n{options.device_memory_gib:g} GiB from N"
-    headings = ["parameters\nGB", "gradients\nGB", "Adam\nGB", "activations\nGB", "sum\nGB", "sum\nGiB"]
-    headings += [f"states {from_n}", f"sum {from_n}"]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for stage in list(STAGES)[casts:]:  # a replicated strategy updates what it computes with
-        activations = total([term for term in kept if stage != "zero3" or term.name != CASTS])
-        states = state_bytes(parameters, ranks, stage, precision, casts)
-        everything = sum(states.values()) + activations
-        parts = [*states.values(), activations, everything]
-        fits = [least_ranks(parameters, stage, precision, memory, held, casts) for held in (0.0, activations)]
-        cells = [f"{held / GB:,.1f}" for held in parts] + [f"{everything / GIB:,.1f}"]
-        table.add_row(
-            stage, formula(stage, precision, casts), *cells, *(f"{least:,}" if least else "never" for least in fits)
+    precision, casts = options.precision, bool(options.param_dtype)
+    if casts and precision != "fp32":
+        raise UserError(f"--param-dtype with --precision {precision}: must be one or the other")
+    stages = list(STAGES)[casts:]  # a replicated strategy updates what it computes with
+    if options.parameters is None:
+        if options.gpus is None:
+            raise UserError("plan memory: give --parameters for formulas alone, or a model and --gpus")
+        elements, ranks, memory_bytes, simulated = simulated_stages(options, stages)
+    elif options.gpus or options.model or options.d_model:
+        raise UserError("--parameters: does not go with a model; leave one of them out")
+    else:
+        elements, ranks, memory_bytes, simulated = (
+            options.parameters,
+            options.ranks,
+            options.device_memory_gib * GIB,
+            {},
         )
-    console.print("", table, "")
+    console.print(f"Psi = {elements:,.0f} parameters on one of {ranks:,} ranks (N) that share them.")
+    console.print(CAST if casts else PRECISIONS[precision][1], "")
+    labels = [COMPONENTS[name] for name in MODEL_STATES]
+    table = Table(box=None, pad_edge=False)
+    headings = ["", "states, bytes\na parameter", *(f"{label}\nGiB" for label in [*labels, "states"])]
+    headings += [f"below {memory_bytes / GIB:.4g}\nGiB from N"]
+    if simulated:
+        headings += ["simulated\nchoice", *(f"{label}\nGiB" for label in [*COMPONENTS.values(), "peak"])]
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number > 1 else "left", no_wrap=True)
+    for stage in stages:
+        states = [*state_bytes(elements, ranks, stage, precision, casts).values()]
+        least = least_ranks(elements, stage, precision, memory_bytes, casts=casts)
+        choice, held = simulated.get(stage, ("", []))
+        cells = [stage, formula(stage, precision, casts), *map(gib, [*states, sum(states)])]
+        table.add_row(*cells, f"{least:,}" if least else "never", choice, *map(gib, held))
+    console.print(table, "")
+    if not simulated:
+        console.print(
+            "States alone. With a model and --gpus, activations and buffers are counted by running each stage."
+        )
+
+
+def simulated_stages(
+    options: argparse.Namespace, stages: list[str]
+) -> tuple[float, int, float, dict[str, tuple[str, list[float]]]]:
+    """Parameters of a rank's part of the model, ranks that share them, bytes of a device; and by stage the choice that
+    was simulated for it, with what it holds by component and in all."""
+    from ddp_lab.planner.choices import choices
+    from ddp_lab.planner.coarse import shares
+    from ddp_lab.planner.plan import outcomes, told
+    from ddp_lab.planner.plan_command import cases_of
+
+    if options.precision not in list(PRECISIONS)[:-1]:
+        raise UserError(f"--precision {options.precision}: must be with --parameters")
+    (case,), _ = cases_of(options)
+    existing = choices(None, [case.mesh])
+    by_stage = {stage: next(c for c in (stage, "bucket_ddp_async", "tp") if c in existing) for stage in stages}
+    found = told(lambda tasks: outcomes(tasks, options.jobs), [(case, c) for c in by_stage.values()], "stages")
+    peaks: dict[str, tuple[str, list[float]]] = {}
+    for stage, outcome in zip(stages, found, strict=True):
+        if outcome.simulated is None:
+            raise UserError(f"{outcome.name}: {outcome.reason}")
+        memory = outcome.simulated.memory
+        peaks[stage] = outcome.name, [*(memory.at_peak.get(name, 0) for name in COMPONENTS), memory.peak_bytes]
+    cut, shards = shares(case)
+    return case.model.elements() / cut, shards, case.usable_bytes, peaks
+
+
+def gib(held: float) -> str:
+    return f"{held / GIB:,.2f}"

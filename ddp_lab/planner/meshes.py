@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ddp_lab.planner.costs.cluster import Cluster
-from ddp_lab.planner.decoders import require_heads
 from ddp_lab.planner.plan import Case
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
@@ -96,4 +95,7 @@ def require_cuttable(case: Case, size: int) -> None:
     if model.type not in BY_MODEL_TYPE and not case.config.has_experts:
         raise UserError(f"--mesh with tp: {model.name} is a {model.type}; only {', '.join(BY_MODEL_TYPE)} can be cut")
     heads = config.num_attention_heads
-    require_heads(model.name, heads, getattr(config, "num_key_value_heads", heads), size)
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    if heads % size or (kv_heads % size and size % kv_heads):  # several ranks may hold the same keys and values
+        of_keys = f" and {kv_heads} of keys and values" if kv_heads != heads else ""
+        raise UserError(f"{model.name} has {heads} heads{of_keys}, which {size} ranks of tp cannot share")

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_lab.planner.contracts import OperatorCall
+from ddp_lab.planner.contracts import CAUSAL, CONTIGUOUS, DERIVATIVE, OPTIMIZER, ROWS, SCATTERED, OperatorCall
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.costs.access import CAUSAL, CONTIGUOUS, DERIVATIVE, OPTIMIZER, ROWS, SCATTERED
 from ddp_lab.planner.costs.calls import NOT_COMPUTE, operator_call
 from ddp_lab.planner.costs.cluster import EFFICIENT, FULL_HEAD
 from ddp_lab.planner.costs.entries import found
@@ -116,7 +115,7 @@ def products(size: tuple[int, int, int], **to: Any) -> list[Run]:
 
 
 def on_memory(rows: tuple[int, int], **to: Any) -> dict[str, list[Run]]:
-    """Kernels by the access that `access.py` gives them."""
+    """Kernels by the access that `calls.py` gives them."""
     one, other = torch.randn(rows, **to), torch.randn(rows, **to)
     row, half = torch.randn(rows[1], **to), rows[1] // 2
     across = one.view(-1, 8, rows[1]).transpose(0, 1)

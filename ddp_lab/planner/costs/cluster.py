@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from ddp_lab.planner.contracts import OperatorCall
-from ddp_lab.planner.costs.access import CAUSAL, CONTIGUOUS, SCATTERED
+from ddp_lab.planner.contracts import CAUSAL, CONTIGUOUS, SCATTERED, OperatorCall
 from ddp_lab.runtime.errors import UserError
 
 CONVOLUTIONS = "aten.convolution"
@@ -74,7 +73,7 @@ class Device:
         kind: `cuda` or `cpu`.
         memory_bytes: What a rank may hold.
         flops_per_s: What a large matrix product reaches, by dtype name (`float32`, `bfloat16`, ...).
-        bytes_per_s: What an operator reaches, by its access (`ddp_lab.planner.costs.access`).
+        bytes_per_s: What an operator reaches, by its access (`contracts.ACCESSES`).
         launch_s: What an operator takes besides. An operator that touches no element takes nothing: no kernel runs.
         source: Where the figures are from.
         elements_per_s: What an operator reaches that handles one element at a time.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ddp_lab.planner.costs.access import KINDS
+from ddp_lab.planner.contracts import ACCESSES
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted, settings_in
@@ -55,7 +55,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True):
     source: str
     elements_per_s: Amount = float("inf")
     attention: Form | None = None
-    operators: dict[Literal[*KINDS, "host_us", "source"], Amount | str] = {}  # type: ignore[valid-type]
+    operators: dict[Literal[*ACCESSES, "host_us", "source"], Amount | str] = {}  # type: ignore[valid-type]
     link: str | OfLink | None = None
     title: str = ""
     aliases: list[str] = []

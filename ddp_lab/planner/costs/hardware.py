@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ddp_lab.planner.costs.access import CONTIGUOUS, KINDS
+from ddp_lab.planner.contracts import ACCESSES, CONTIGUOUS
 from ddp_lab.planner.costs.cluster import Attention, Cluster, Device, Host, Link
 from ddp_lab.planner.costs.entries import found, known, table
 from ddp_lab.runtime.errors import UserError
@@ -39,7 +39,7 @@ def device(name: str, efficiency: float | None = None) -> Device:
         raise UserError(f"--efficiency {efficiency:g}: give a part above 0 and at most 1")
     compute, flops = efficiency or parts["compute"], entry["flops"]
     compute = compute if isinstance(compute, dict) else dict.fromkeys(flops, compute)
-    accesses = {access: efficiency or kind[access] for access in KINDS}
+    accesses = {access: efficiency or kind[access] for access in ACCESSES}
     attention = Attention(**entry["attention"]) if "attention" in entry else None
     reached = f"{compute[max(flops, key=flops.get)]:.0%} of peak compute and {accesses[CONTIGUOUS]:.0%} of"
     memory = entry["memory_mib"] * 2**20 if "memory_mib" in entry else physical_memory()

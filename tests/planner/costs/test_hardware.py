@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from ddp_lab.planner.contracts import OperatorCall
+from ddp_lab.planner.contracts import CONTIGUOUS, OperatorCall
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.costs.access import CONTIGUOUS
 from ddp_lab.planner.costs.card import Operators
 from ddp_lab.planner.costs.cluster import Device
 
