@@ -28,11 +28,12 @@ _NUMBER = re.compile(
 
 class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a warning or an exit code means that is no fault, or not always one (`meanings.toml`). `pattern`: a regular
-    expression that its text has."""
+    expression that its text has. `is_harmless`: healthy machines say it, too."""
 
     pattern: str
     says: str
     source: str
+    is_harmless: bool = False
 
 
 @cache

@@ -94,3 +94,12 @@ def test_the_report_begins_with_them(tmp_path):
     assert "  and 6 other complaints" in lines and "Verdict: unknown." in lines and "wrong" not in answer.stdout
     assert "Odd k" in run_in_process(script, "--all", str(log)).stdout
     assert len(json.loads(run_in_process(script, str(log), "--json").stdout)["unexplained"]) == 11
+
+
+@each_row("line", ["[0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]", "[0] NCCL WARN Lost its way"])
+def test_what_healthy_machines_say_ends_with_0(line, tmp_path):
+    """It is quoted all the same."""
+    log = tmp_path / "nccl.log"
+    log.write_text(f"node1:11:12 {line}\n")
+    answer = run_in_process(script, str(log))
+    assert answer.returncode == (0 if "libibverbs" in line else 4) and line.split("WARN ")[1][:18] in answer.stdout

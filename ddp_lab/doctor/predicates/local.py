@@ -15,6 +15,7 @@ _CUMEM_FAILURE = re.compile(
     r"(?:cudawrap|shmutils|transport/shm|alloc\.h|allocator|os/linux)\S{0,12} (?:\(\w{1,60}\) )?NCCL WARN Cuda failure "
     r"(?:\d{1,4} )?'(?:invalid argument|operation not (?:supported|permitted)|invalid resource handle|OS call failed\b)"
     r"|transport/shm\.cc:\d{1,5} (?:\(\w{1,60}\) )?NCCL WARN Cuda failure 217\b"
+    r"|^(?:\[rank\d{1,6}\]: )?Cuda failure 217 'peer access is not supported"
 )
 CUMEM_HOST_SINCE = (2, 24)
 """The first version of NCCL that shares host memory by cuMem on its own."""
