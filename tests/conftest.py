@@ -13,8 +13,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
 if "PYTEST_XDIST_WORKER" not in os.environ:  # tokens that another version of the code has kept prove nothing
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="ddp-lab-tests-")
-    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="ddp-lab-tests-")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 from collections.abc import Iterator
 from functools import cache

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import lzma
 import os
-import pickle
 import re
 import shutil
 import time
@@ -34,7 +33,6 @@ from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.reading import content as doctors
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.planner.costs import hardware
-from ddp_lab.runtime.data.kept import kept
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.sweep.state import SweepState
 from ddp_lab.untrusted import LIMIT
@@ -155,27 +153,6 @@ def sweep(folder):
     return folder / "profile" / "ddp.sweep.json", lambda: SweepState(folder, "ddp", {}).unfinished()
 
 
-class Evil:
-    def __reduce__(self):
-        return pytest.fail, ("unpickled",)
-
-
-def tokens(folder):
-    """They are made anew, and no pickle is loaded."""
-    values, pickled = np.arange(1000, dtype=np.int32), folder / "pickled.npy"
-    _, path = kept(["key"], lambda: values) and kept(["key"], lambda: values)
-    assert path is not None
-    np.save(pickled, np.array([Evil()], dtype=object))
-
-    def read():
-        assert kept(["key"], lambda: values)[0].tolist() == values.tolist()
-
-    for content in (b"", pickled.read_bytes(), pickle.dumps(Evil())):
-        path.write_bytes(content)
-        read()
-    return path, read
-
-
 READERS = {
     "a run record": (60, record_alone),
     "a run record, compared": (4, records),
@@ -191,15 +168,13 @@ READERS = {
     "a topology": (40, of_doctor("socket-despite-infiniband/with_topology/topology.txt")),
     "a card": (40, card),
     "a sweep": (40, sweep),
-    "tokens": (40, tokens),
 }
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_damaged_is_read_or_named(name, times, tmp_path, monkeypatch, capsys):
+def test_what_is_damaged_is_read_or_named(name, times, tmp_path, capsys):
     """By one line, and never by a traceback. Warnings of numpy are errors."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     examples, reader = READERS[name]
     path, read = reader(tmp_path)
     whole = path.read_bytes()

@@ -130,6 +130,7 @@ MEMORY = layout(
         TIMELINE | None: or_none("timeline"),
     },
 )
+THROUGHPUT = layout("Throughput", {Seconds: "step_s", Milliseconds: "core_s"}, {})
 RUN_RECORD = layout(
     "RunRecord",
     {
@@ -154,6 +155,7 @@ RUN_RECORD = layout(
         dict[str, Line]: {"versions": {}},
         list[list[list[Count]] | None] | None: or_none("step_expert_tokens"),
         list[Line]: {"shards": []},
+        list[THROUGHPUT]: {"throughput": []},  # type: ignore[valid-type]
         list[str]: {"notes": [], "verdict": []},
     },
     bases=(RunEnd,),

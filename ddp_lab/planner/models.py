@@ -20,7 +20,7 @@ from torch import nn
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.causal_lm import sample_model
-from ddp_lab.runtime.data.reviews import STARS
+from ddp_lab.runtime.data.samples import STARS
 from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION

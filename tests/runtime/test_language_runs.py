@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data import prose
+from ddp_lab.runtime.data.samples import prose
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
 from tests.ranks import RankPool
 from tests.runtime.test_run import record_of, run_here, run_sharded
@@ -30,7 +30,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from ddp_lab.runtime.data.text import load_trained_tokenizer, train_tokenizer
 
     folder = tmp_path_factory.mktemp("language")
-    texts = prose.documents()[1]
+    texts = prose()[1]
     (folder / "config").mkdir()
     (folder / "config" / "config.json").write_text(json.dumps(GPT2))
     tokenizer = load_trained_tokenizer(train_tokenizer(texts, 400, END_OF_TEXT), END_OF_TEXT)
@@ -139,9 +139,7 @@ def test_prompts_and_completions(ranks: RankPool, local, tmp_path):
     (note,) = record["notes"]
     assert "samples left out: nothing of their completion is within 64 tokens" in note
     left_out = int(note.split()[0])
-    assert (
-        left_out >= 1 and record["train_samples"] + record["eval_samples"] == 3 * len(prose.documents()[1]) - left_out
-    )
+    assert left_out >= 1 and record["train_samples"] + record["eval_samples"] == 3 * len(prose()[1]) - left_out
 
 
 def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local, tmp_path):

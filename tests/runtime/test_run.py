@@ -16,7 +16,7 @@ from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data.reviews import make_reviews
+from ddp_lab.runtime.data.samples import reviews
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import (
     Ranks,
@@ -140,8 +140,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from ddp_lab.runtime.data.text import load_trained_tokenizer, train_tokenizer
 
     folder = tmp_path_factory.mktemp("local")
-    train, test = make_reviews(60, 1), make_reviews(20, 2)
-    tokenizer = load_trained_tokenizer(train_tokenizer([review["text"] for review in train]))
+    train, test = reviews(60, 20)
+    tokenizer = load_trained_tokenizer(train_tokenizer([review["text"] for review in train], 512, "<end>"))
     config = LlamaConfig(
         hidden_size=16,
         intermediate_size=24,

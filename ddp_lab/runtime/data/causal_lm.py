@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data import hub, prose
+from ddp_lab.runtime.data import hub
+from ddp_lab.runtime.data import samples as built_in
 from ddp_lab.runtime.data.documents import Source
-from ddp_lab.runtime.data.kept import kept_text
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.data.packing import Documents, TokenSequences, collate_sequences, target_count
 from ddp_lab.runtime.data.text import load_trained_tokenizer, train_tokenizer
@@ -55,17 +55,11 @@ def _built_in(config: RunConfig) -> Workload:
     if config.model or config.dataset:
         raise UserError("--model and --dataset go with --workload hub, not " + config.workload)
 
-    def read() -> tuple[tuple[list[str], list[str]], str]:
-        texts = prose.documents()
-        key = ("tokenizer", str(SAMPLE_VOCABULARY), *texts[0])
-        return texts, kept_text(key, lambda: train_tokenizer(texts[0], SAMPLE_VOCABULARY, END_OF_TEXT))
-
-    texts, as_json = from_rank0(read)  # Python may be another one elsewhere
-    tokenizer = load_trained_tokenizer(as_json, END_OF_TEXT)
+    tokenizer = load_trained_tokenizer(built_in.tokenizer_json("prose"), END_OF_TEXT)
     length = sample_length(config)
     train, held_out = (
         TokenSequences(Documents.of([*ids, tokenizer.eos_token_id] for ids in tokenizer(part)["input_ids"]), length)
-        for part in texts
+        for part in built_in.prose()
     )
     samples = Samples(train.without_short_last(), held_out[: config.eval_samples or EVAL_SAMPLES])
     return _workload(config, sample_model(config), tokenizer, samples, length, learning_rate=3e-3)
@@ -105,11 +99,7 @@ def _from_hub(config: RunConfig) -> Workload:
     model, tokenizer = loaded.model, loaded.tokenizer
     if tokenizer is None:
         vocabulary = model.get_input_embeddings().weight.shape[0]
-
-        def train() -> str:
-            return train_tokenizer(source.texts(TEXTS_FOR_TOKENIZER), vocabulary, END_OF_TEXT)
-
-        as_json = from_rank0(lambda: kept_text(source.key("tokenizer", str(vocabulary)), train))
+        as_json = from_rank0(lambda: train_tokenizer(source.texts(TEXTS_FOR_TOKENIZER), vocabulary, END_OF_TEXT))
         tokenizer = load_trained_tokenizer(as_json, END_OF_TEXT)
     _require_fitting_vocabulary(name, model, tokenizer)
     length = sequence_length(config, model)
@@ -158,9 +148,7 @@ def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, pac
     wanted, held_out = config.train_samples, config.eval_samples or EVAL_SAMPLES
     if config.streaming:
         wanted = wanted or STREAMED_SAMPLES
-    text, path = source.tokenized(tokenizer, config.seed, length, (wanted, held_out))
-    if path and dist.get_rank() == 0:
-        print(f"{config.label}: tokens of {source.name} from {path}", flush=True)
+    text = source.tokenized(tokenizer, config.seed, length, (wanted, held_out))
     cuts = not text.has_prompts
     packs = packs and cuts
     both = TokenSequences(text.train, length, packs, cuts)

@@ -5,13 +5,11 @@ whose prompts are no targets.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ddp_lab.runtime.data import hub
-from ddp_lab.runtime.data.kept import contents, kept
 from ddp_lab.runtime.data.packing import Documents
 from ddp_lab.runtime.errors import UserError
 
@@ -32,18 +30,8 @@ class Source(NamedTuple):
     text_column: str
     streams: bool
 
-    def key(self, *parts: str) -> list[str | bytes] | None:
-        """For `kept`: `parts`, and the content of the files. None if these are not at hand."""
-        path = Path(self.name).expanduser()
-        try:
-            return [*parts, self.text_column, *contents(path)] if path.exists() and not self.streams else None
-        except OSError:  # who reads it next says why
-            return None
-
-    def tokenized(
-        self, tokenizer: Any, seed: int, length: int, most: tuple[int | None, int]
-    ) -> tuple["Text", Path | None]:
-        """All documents as tokens, and the file that they came from if an earlier run has kept them.
+    def tokenized(self, tokenizer: Any, seed: int, length: int, most: tuple[int | None, int]) -> "Text":
+        """All documents as tokens.
 
         Args:
             length: Tokens in a sequence.
@@ -52,23 +40,16 @@ class Source(NamedTuple):
         Raises:
             UserError: as `parts`, or names the row that is not text.
         """
-
-        def make() -> Text:
-            train, held_out = self.parts(seed)
-            wanted, others = most
-            if held_out is None and wanted:
-                wanted += others
-            each = 1 if train.has_prompts else length
-            return Text(
-                train.tokenized(tokenizer, wanted and wanted * each),
-                held_out.tokenized(tokenizer, others * each) if held_out is not None else None,
-                train.has_prompts,
-            )
-
-        if self.streams or (identity := identity_of(tokenizer)) is None:
-            return make(), None
-        array, path = kept(self.key("tokens", str(seed), identity), lambda: make().as_array())
-        return Text.of_array(array), path
+        train, held_out = self.parts(seed)
+        wanted, others = most
+        if held_out is None and wanted:
+            wanted += others
+        each = 1 if train.has_prompts else length
+        return Text(
+            train.tokenized(tokenizer, wanted and wanted * each),
+            held_out.tokenized(tokenizer, others * each) if held_out is not None else None,
+            train.has_prompts,
+        )
 
     def parts(self, seed: int) -> tuple["Part", "Part | None"]:
         """The documents to train on, shuffled unless they are streamed; and those held out, if there is such a split.
@@ -98,7 +79,7 @@ class Source(NamedTuple):
         """
         part, _ = self.parts(seed=0)
         rows: Iterator[tuple[int, dict[str, Any]]] = zip(range(most), part.data, strict=False)
-        return [part.text_in(row[column], column, index) for index, row in rows for column in part.columns]
+        return [text_in(self.name, row[column], column, index) for index, row in rows for column in part.columns]
 
 
 class Text(NamedTuple):
@@ -107,32 +88,6 @@ class Text(NamedTuple):
     train: Documents
     held_out: Documents | None
     has_prompts: bool
-
-    def as_array(self) -> np.ndarray:
-        """All of it in one row of int32."""
-        held_out = self.held_out or Documents.of([])
-        head = [self.has_prompts, self.held_out is not None, *(len(d.lengths) for d in (self.train, held_out))]
-        parts = [head, *(part for documents in (self.train, held_out) for part in documents[::-1])]
-        return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
-
-    @classmethod
-    def of_array(cls, array: np.ndarray) -> "Text":
-        has_prompts, has_held_out, *counts = array[:4].tolist()
-        found, at = [], 4
-        for count in counts:
-            given, lengths = (array[at + n * count :][:count].astype(np.int64) for n in range(2))
-            begin = at + 2 * count
-            at = begin + int(lengths.sum())
-            found.append(Documents(array[begin:at], lengths, given))
-        return cls(found[0], found[1] if has_held_out else None, bool(has_prompts))
-
-
-def identity_of(tokenizer: Any) -> str | None:
-    """What tells a tokenizer from one that makes other tokens; None if it does not say."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    return f"{backend.to_str()} {tokenizer.eos_token_id} {getattr(tokenizer, 'split_special_tokens', False)}"
 
 
 class Part(NamedTuple):
@@ -147,18 +102,8 @@ class Part(NamedTuple):
     def has_prompts(self) -> bool:
         return self.columns == PROMPT_COLUMNS
 
-    def text_in(self, text: Any, column: str, row: int) -> str:
-        """`text`, if it is text.
-
-        Raises:
-            UserError: names the row and the column.
-        """
-        if not isinstance(text, str):
-            raise UserError(f"--dataset {self.name}: row {row} (from 0), column {column}: {text!r} is not text")
-        return text
-
     def tokenized(self, tokenizer: Any, enough: int | None) -> Documents:
-        """All documents, each with an end-of-text token behind it. `datasets` caches what is not streamed, too.
+        """All documents, each with an end-of-text token behind it. `datasets` caches what is not streamed.
 
         Args:
             enough: Of a stream, read no more than so many tokens, or so many rows with prompts.
@@ -168,11 +113,11 @@ class Part(NamedTuple):
         """
         from datasets import Dataset
 
-        end, columns, text_in = tokenizer.eos_token_id, self.columns, self.text_in
+        name, end, columns = self.name, tokenizer.eos_token_id, self.columns  # what `datasets` tells a cache by
 
         def encode(batch: Any, rows: list[int]) -> dict[str, Any]:
             parts = [
-                [text_in(text, column, row) for row, text in zip(rows, batch[column], strict=True)]
+                [text_in(name, text, column, row) for row, text in zip(rows, batch[column], strict=True)]
                 for column in columns
             ]
             first = tokenizer(parts[0])["input_ids"]
@@ -189,6 +134,17 @@ class Part(NamedTuple):
             data = self.data.map(encode, **how)
             return from_table(data if self.seed is None else data.shuffle(seed=self.seed))
         return from_stream(self.data.map(encode, batch_size=1, **how), enough, by_rows=self.has_prompts)
+
+
+def text_in(name: str, text: Any, column: str, row: int) -> str:
+    """`text`, if it is text.
+
+    Raises:
+        UserError: names the data set, the row and the column.
+    """
+    if not isinstance(text, str):
+        raise UserError(f"--dataset {name}: row {row} (from 0), column {column}: {text!r} is not text")
+    return text
 
 
 def from_table(data: Any) -> Documents:

@@ -6,13 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data import hub
-from ddp_lab.runtime.data.kept import kept_text
+from ddp_lab.runtime.data import hub, samples
 from ddp_lab.runtime.data.masks import read_no_masks, without_useless_mask
-from ddp_lab.runtime.data.reviews import STARS, make_reviews
 from ddp_lab.runtime.data.workload import Collate, Workload
 from ddp_lab.runtime.distributed import node_leader_first
-from ddp_lab.runtime.groups import from_rank0
 from ddp_lab.runtime.watch.phases import BUILDING, during
 
 SAMPLE_VOCABULARY = 2048
@@ -54,27 +51,23 @@ def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workl
 
 
 def _built_in(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
-    reviews = make_reviews(train_samples, 2 * config.seed), make_reviews(eval_samples, 2 * config.seed + 1)
-    texts = [[review["text"] for review in part] for part in reviews]
-    key = ("tokenizer", str(SAMPLE_VOCABULARY), *texts[0])
-    tokenizer = load_trained_tokenizer(from_rank0(lambda: kept_text(key, lambda: train_tokenizer(texts[0]))))
-    train, evaluation = (
-        [
-            {"label": review["label"], "input_ids": ids}
-            for review, ids in zip(part, tokenizer(text)["input_ids"], strict=True)
-        ]
-        for part, text in zip(reviews, texts, strict=True)
-    )
+    tokenizer = load_trained_tokenizer(samples.tokenizer_json("reviews"))
+
+    def tokenized(reviews: list[samples.Review]) -> list[dict[str, Any]]:
+        ids = tokenizer([review["text"] for review in reviews])["input_ids"]
+        return [{"label": review["label"], "input_ids": each} for review, each in zip(reviews, ids, strict=True)]
+
+    train, evaluation = map(tokenized, samples.reviews(train_samples, eval_samples))
     model = random_llama_classifier(config.workload, tokenizer.pad_token_id)
     return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=3e-4, classifies=True)
 
 
-def train_tokenizer(texts: list[str], vocabulary: int = SAMPLE_VOCABULARY, end: str | None = None) -> str:
+def train_tokenizer(texts: list[str], vocabulary: int, end: str) -> str:
     """A byte-level BPE tokenizer trained on `texts`, as JSON.
 
     Args:
         vocabulary: The most tokens that it has.
-        end: A token that ends texts, if it is to have one.
+        end: A token that ends texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -83,7 +76,7 @@ def train_tokenizer(texts: list[str], vocabulary: int = SAMPLE_VOCABULARY, end: 
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=["<pad>"] if end is None else ["<pad>", end],
+        special_tokens=["<pad>", end],
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -118,7 +111,7 @@ def random_llama_classifier(workload: str, pad_token_id: int) -> nn.Module:
         tie_word_embeddings=True,
         use_cache=False,
     )
-    config.num_labels = STARS
+    config.num_labels = samples.STARS
     model = LlamaForSequenceClassification(config)
     nn.init.normal_(model.model.embed_tokens.weight)  # torch's default, not 0.02: so it learns within tens of steps
     return model
@@ -128,13 +121,13 @@ def padding_collate(tokenizer: Any) -> Collate:
     """Pads the samples of a batch to the longest among them."""
     read_no_masks()
 
-    def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        padded = tokenizer.pad([{"input_ids": s["input_ids"]} for s in samples], padding=True, return_tensors="pt")
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        padded = tokenizer.pad([{"input_ids": row["input_ids"]} for row in rows], padding=True, return_tensors="pt")
         return without_useless_mask(
             {
                 "input_ids": padded["input_ids"],
                 "attention_mask": padded["attention_mask"],
-                "labels": torch.tensor([s["label"] for s in samples], device="cpu"),
+                "labels": torch.tensor([row["label"] for row in rows], device="cpu"),
             }
         )
 

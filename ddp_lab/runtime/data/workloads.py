@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WORKLOADS = {
     "sample": "13 M-parameter Llama classifier, random weights, on built-in reviews; no download",
     "digits": "small CNN with BatchNorm on scikit-learn's 1797 images of digits; no download, the first to try",
-    "sample-lm": "1.9 M-parameter Llama language model, random weights, on prose from Python itself; no download",
+    "sample-lm": "1.9 M-parameter Llama language model, random weights, on built-in prose; no download",
     "sample-moe": "the same with 8 experts a layer instead of its MLP, of which each token gets 2: 4.7 M parameters",
     "hub": "--model and --dataset, for --task classification or causal-lm",
     "yelp": "SmolLM2-360M-Instruct on Yelp reviews from the hub, or --model and --dataset",

@@ -14,7 +14,7 @@ from ddp_lab.runtime.checkpoint.files import TensorFiles
 from ddp_lab.runtime.checkpoint.manifest import file_name, folder_name, read_manifest
 from ddp_lab.runtime.checkpoint.parts import read_whole
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data import prose
+from ddp_lab.runtime.data.samples import prose
 from ddp_lab.runtime.distributed import Ranks, meshed
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.run import train_and_record
@@ -29,7 +29,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 4, "n_positio
 def small_language(folder: Path) -> dict[str, Any]:
     """Settings of a run on files that are written into `folder`."""
     (folder / "config.json").write_text(json.dumps(GPT2))
-    (folder / "text.txt").write_text("\n\n".join(prose.documents()[1][:8]))
+    (folder / "text.txt").write_text("\n\n".join(prose()[1][:8]))
     return {"task": "causal-lm", "model": str(folder), "dataset": str(folder / "text.txt")}
 
 
