@@ -14,7 +14,7 @@ from torch import nn
 from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.communication.collectives import expected_all_gathers, expected_reduce_scatters
-from ddp_lab.strategy.options import NO_RECOMPUTATION, SELECTIVE
+from ddp_lab.strategy.options import NO_RECOMPUTATION
 from ddp_lab.strategy.precision import AUTOCAST, DTYPES
 from tensor_parallel import cross_entropy
 from tensor_parallel.plan import enclosing
@@ -55,15 +55,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Which blocks backward computes again.
-
-    Attributes:
-        blocks: Their names.
-        stops_early: Torch stops when all that backward needs is there: before the last g of a block.
-    """
+    """The names of the `blocks` that backward computes again."""
 
     blocks: Sequence[str] = ()
-    stops_early: bool = False
 
     @classmethod
     def of(cls, module: nn.Module, activation_checkpointing: str) -> "Recomputed":
@@ -71,14 +65,13 @@ class Recomputed:
             return cls()
         blocks = find_blocks(module)
         names = [name for name, part in module.named_modules() if part in blocks]
-        return cls(names, activation_checkpointing == SELECTIVE)
+        return cls(names)
 
     def runs_again(self, place: Place, places: Sequence[Place]) -> bool:
-        """Whether forward comes to `place`, one of `places`, a second time."""
+        """Whether forward comes to `place`, one of `places`, a second time. Torch stops when all that backward needs is
+        there: before the last g of a block."""
         block = enclosing(place.module, self.blocks)
-        if block is None or not self.stops_early:
-            return block is not None
-        return place is not [other for other in places if enclosing(other.module, [block])][-1]
+        return block is not None and place is not [other for other in places if enclosing(other.module, [block])][-1]
 
 
 class Traffic:

@@ -1,17 +1,12 @@
 """The tensors in what a module takes and answers."""
 
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-
-PutTensors = Callable[[Sequence[Tensor]], Any]
-"""Makes a tree of these tensors, in the order of `tensors_in`."""
-Rebuild = Callable[[Iterator[Tensor]], Any]
+from torch.utils._pytree import tree_leaves
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -29,34 +24,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def has_fields(leaf: Any) -> bool:
     return isinstance(leaf, SimpleNamespace) or (is_dataclass(leaf) and not isinstance(leaf, type))
-
-
-def taken_apart(tree: Any) -> tuple[list[Tensor], PutTensors]:
-    """The tensors in a tree, and a function that makes the same tree of others. The function holds no tensor."""
-    rebuild = _without_tensors(tree)
-    return tensors_in(tree), lambda tensors: rebuild(iter(tensors))
-
-
-def _without_tensors(tree: Any) -> Rebuild:
-    leaves, structure = tree_flatten(tree)
-    parts = [_part(leaf) for leaf in leaves]
-    return lambda tensors: tree_unflatten([part(tensors) for part in parts], structure)
-
-
-def _part(leaf: Any) -> Rebuild:
-    if isinstance(leaf, Tensor):
-        return next
-    if not has_fields(leaf):
-        return lambda _: leaf
-    shell, fields = copy(leaf), _without_tensors(vars(leaf))
-    shell.__dict__.clear()
-
-    def rebuild(tensors: Iterator[Tensor]) -> Any:
-        whole = copy(shell)
-        whole.__dict__.update(fields(tensors))
-        return whole
-
-    return rebuild
 
 
 def first_of(args: Any, kwargs: dict[str, Any]) -> Any:

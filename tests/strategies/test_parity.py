@@ -39,7 +39,6 @@ EXACT: dict[str, Options] = {
 """Settings that must not change a bit."""
 TRAPS = (*MODELS, *UNUSUAL, *BRANCHES, LORA, "spiked", "awkward")
 WITHOUT_BLOCKS = {"tied", "frozen", "odd", "normed", *BRANCHES}
-BUILT_ON_DDP = ("pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1")
 """Their buckets are ordered as gradients come, which recomputation changes, and so is the sum of three ranks."""
 NOT_ANNOUNCED = [("zero3", "lookup, checkpointed"), *((f"pytorch_zero{n}", "out of order") for n in (2, 3))]
 """What runs twice is gathered twice."""
@@ -100,7 +99,6 @@ def is_taken(choice: str, model: str, rounding: str, exact: str) -> bool:
         or (is_rounded and (choice, model) in REFUSALS)
         or (exact == "filled" and model in BRANCHES)  # whose weights decay where gradients are zeros, and not None
         or (again and is_rounded and model == "out of order")  # docs/how-it-works/activation_checkpointing.md
-        or (again and "compress" in options and choice in BUILT_ON_DDP)
     )
 
 
@@ -113,7 +111,6 @@ def is_allowed(row: Row) -> bool:
         (split == "own loop" and choice.startswith("deepspeed"))
         or (row.get("model") in WITH_STATISTICS and split not in ("", "even"))  # of more than one sample
         or (exact == "early" and row.get("clip"))
-        or ("again" in exact and choice in BUILT_ON_DDP and ranks and ranks[0] == 3)
         or (row.get("model", "").startswith("llama") and ranks == (2, "adam") and row.get("rounding"))
     )
 
