@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.runtime.groups import exchange_device
 from ddp_lab.strategy.account import EVERYONE, Collective
 from ddp_lab.strategy.communication import observer
@@ -96,6 +96,7 @@ class Exchange:
         self._copies = dist.get_world_size(everyone) // len(members)  # ranks with the same tokens
         self._context_size = context_size
         self._details = 0  # columns of the second exchange of the latest step, if there was one
+        self.told: tuple[Counts, Rows] | None = None  # of the next step: by this rank, and by all
         self.device = exchange_device(group, module_device)
 
     @property
@@ -134,8 +135,10 @@ class Exchange:
             exchange = self._begin(row, self._everyone)  # while the device makes the shares
             shares = make_shares()
             dist.all_reduce(shares, group=self._everyone)
-            return self._finish(exchange), shares
-        rows = self._all_gather([*row, *make_shares().tolist()])
+            self.told = following, self._finish(exchange)
+            return self.told[1], shares
+        self.told = following, self._all_gather([*row, *make_shares().tolist()])
+        rows = self.told[1]
         sums = [sum(row[LOSS] for row in rows), sum(row[SQUARE] for row in rows)]
         return rows, torch.tensor(sums, dtype=torch.float64, device=self._module_device)
 
@@ -162,16 +165,27 @@ class Exchange:
             return received
         return [any(column) for column in zip(*self._all_gather(received, self._group), strict=True)]
 
-    def ask(self, counts: Counts) -> Rows:
-        """What every rank holds of the step that begins. Collective."""
-        return self._all_gather(counts)
+    def tell(self, counts: Counts) -> None:
+        """Tell the other ranks what this one holds of the next step. Collective."""
+        self.told = counts, self._all_gather(counts)
 
-    def global_batch(self, rows: Rows, step: int) -> GlobalBatch:
-        """What all ranks together hold of `step`.
+    def global_batch(self, counts: Counts, step: int) -> GlobalBatch:
+        """What all ranks together hold of `step`, which begins: as they have told each other in the one before, or do
+        now. `counts`: what this rank does.
 
         Raises:
-            UnsupportedError: that is nothing, or a rank has nothing to run.
+            OneRankError: this rank has told that it would hold something else.
+            UnsupportedError: they hold nothing, or a rank has nothing to run.
         """
+        (announced, rows), self.told = self.told or (UNKNOWN, []), None
+        if not announced.flags & IS_UNKNOWN and announced[:2] != counts[:2]:
+            raise OneRankError(
+                f"forward_backward() got {counts.micro_batches} micro-batches that weigh {counts.weight:g}, and the "
+                f"other ranks were told that it would get {announced.micro_batches} that weigh {announced.weight:g}; "
+                "pass as following= what the next call is given"
+            )
+        if not rows or has_flag(rows, IS_UNKNOWN):
+            rows = self._all_gather(counts)
         weight, tokens = sum(row[0] for row in rows), sum(row[2] for row in rows)
         if not weight or has_flag(rows, LACKS_ANY):
             ranks = [rank for rank, row in enumerate(rows) if not row[1]]

@@ -23,7 +23,7 @@ from ddp_lab.strategy.hooks import Hooks
 
 if TYPE_CHECKING:
     from ddp_lab.strategy.batches import MicroBatch, StepData
-    from ddp_lab.strategy.loop import Loop
+    from ddp_lab.strategy.forward_backward import ForwardBackward
     from ddp_lab.strategy.optimizers import MakeOptimizer
     from ddp_lab.strategy.options import StrategyOptions
     from ddp_lab.strategy.verdict import Verdict
@@ -44,7 +44,7 @@ class Strategy(Hooks):
     """
 
     supports: ClassVar[Supports] = Supports()
-    steps: "Loop"
+    steps: "ForwardBackward"
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Strategy(Hooks):
     ) -> None:
         # What a strategy is built with is imported when one is built: who lists or reads strategies does without.
         from ddp_lab.strategy import building, optimizers
-        from ddp_lab.strategy.loop import Loop
+        from ddp_lab.strategy.forward_backward import ForwardBackward
         from ddp_lab.strategy.module_hooks import refuse_new_parameters
         from ddp_lab.strategy.options import StrategyOptions
 
@@ -75,7 +75,7 @@ class Strategy(Hooks):
         self.supports.require(self.options)
         self.scaler, self.compiled = building.prepared(module, self.options, group, bool(self.shards))
         self.device = next(module.parameters()).device
-        self.steps = Loop(self)
+        self.steps = ForwardBackward(self)
         self.parameter_dtypes = {name: p.dtype for name, p in module.named_parameters()}
         self.modules = list(module.modules())
         # Parameters and their gradients

@@ -1,12 +1,18 @@
 """How a step went on all ranks: found on the device, read by the host later."""
 
+import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.watch.phases import waiting
+from ddp_lab.strategy.batches import Weighted, first_bad_sample
+
+if TYPE_CHECKING:
+    from ddp_lab.strategy.loop import Loop
 
 
 class ReadLater:
@@ -121,20 +127,41 @@ def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: C
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def nonfinite_error(what: str, step: int, culprits: Sequence[int] | None, advice: str) -> NonFiniteError:
-    """The error that every rank raises.
+def nonfinite_error(
+    loop: "Loop", verdict: Verdict, micro_batches: Sequence[Weighted] | None, hint: str = ""
+) -> NonFiniteError:
+    """The error that every rank raises, where a loss or a gradient is not finite. Collective.
 
     Args:
-        what: `the loss` or `a gradient`.
-        culprits: The ranks on which it was not finite first; None if nobody looked.
-        advice: What may help.
+        micro_batches: What the step was made of; None in a loop of the caller's own.
+        hint: What else may be the cause.
     """
-    if culprits is None:
-        where = "on some rank"
-    elif culprits:
+    gather, what, scale = loop.exchange.all_gather, verdict.nonfinite, verdict.loss_scale
+    # The ranks on which it was not finite first
+    culprits: Sequence[int] = ()
+    if what == "the loss":
+        culprits = [rank for rank, loss in enumerate(gather(verdict.own_loss)) if not math.isfinite(loss)]
+    elif micro_batches is not None:
+        rounds = gather(loop.first_nonfinite_round(micro_batches))
+        first = min((number for number in rounds if number >= 0), default=None)
+        culprits = [rank for rank, number in enumerate(rounds) if number == first]
+    if culprits:
         where = f"on rank {', '.join(map(str, culprits))}"
+    elif micro_batches is None:
+        where = "on some rank"
     else:
         where = "after the sum over ranks (each rank's own was finite when the step was run again)"
-    error = NonFiniteError(f"step {step}: {what} is not finite {where}; no parameter is updated yet; {advice}")
+    # What may help
+    samples = gather(first_bad_sample(micro_batches or ()))
+    advice = "a lower --lr or --clip-grad-norm may help"
+    if holders := [rank for rank, sample in enumerate(samples) if sample >= 0]:
+        advice = f"sample {samples[holders[0]]:.0f} of rank {holders[0]} in this step, from 0, holds NaN or infinity"
+    elif verdict.step == 0:
+        advice = "no update came before it, so it is of the data, the first weights or the loss, and not of --lr"
+    if scale is not None:
+        advice = f"so it stays at every loss scale, which has fallen to {scale:g}; {advice}"
+    error = NonFiniteError(
+        f"step {verdict.step}: {what} is not finite {where}; no parameter is updated yet; {advice}{hint}"
+    )
     error.rank = culprits[0] if culprits else None
     return error
