@@ -23,7 +23,6 @@ from ddp_lab.analysis.command import main as report
 from ddp_lab.analysis.comparison.choices import report_on_choices
 from ddp_lab.analysis.comparison.fairness import FIELDS
 from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
-from ddp_lab.analysis.files import write_text
 from ddp_lab.analysis.record import read_record
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
@@ -36,6 +35,7 @@ from ddp_lab.planner.costs import hardware
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.sweep.state import SweepState
 from ddp_lab.untrusted import LIMIT
+from ddp_lab.writing import write_text
 from tests.damage import DAMAGE, damaged
 from tests.tables import by_default
 from tests.traces import cpu_trace, cuda_trace, timed, write, write_run

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from ddp_lab.analysis.files import write_text
 from ddp_lab.parity.answer import Answer, named
 from ddp_lab.parity.comparison import Comparison, Quantity
 from ddp_lab.parity.store import PARAMETER
+from ddp_lab.writing import write_text
 
 MOST_ROWS, MOST_DIGITS = 40, 16
 KINDS = {PARAMETER: "update"}

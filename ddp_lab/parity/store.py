@@ -13,6 +13,7 @@ import pandas as pd
 from ddp_lab.parity.sketch import MOMENTS, SIZE
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import json_bytes
+from ddp_lab.writing import written_whole
 
 WHOLE = 0
 """Key of what is no sample's: a parameter, or an output that is the same for all."""
@@ -57,12 +58,12 @@ def write(folder: Path, rank: int, step: int, rows: Rows, facts: dict[str, Any],
 
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"step_{step:05d}.rank_{rank:05d}"
-    rows.frame().to_parquet(folder / f"{stem}.parquet.tmp")
-    (folder / f"{stem}.parquet.tmp").replace(folder / f"{stem}.parquet")
+    with written_whole(folder / f"{stem}.parquet") as temporary:
+        rows.frame().to_parquet(temporary)
     if tensors:
         torch.save(tensors, folder / f"{stem}.pt")
-    (folder / f"{stem}.json.tmp").write_text(json.dumps(facts | {"format": FORMAT}))
-    (folder / f"{stem}.json.tmp").replace(folder / f"{stem}.json")
+    with written_whole(folder / f"{stem}.json") as temporary:
+        temporary.write_text(json.dumps(facts | {"format": FORMAT}))
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ddp_lab.analysis.files import write_text
 from ddp_lab.planner.costs.card import measure, toml
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.writing import write_text
 
 
 def run(options: argparse.Namespace, console: Console) -> None:

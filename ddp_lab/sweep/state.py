@@ -9,6 +9,7 @@ import msgspec
 
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import json_bytes
+from ddp_lab.writing import write_text
 
 
 class Kept(msgspec.Struct):
@@ -100,8 +101,6 @@ class SweepState:
         Raises:
             UserError: it cannot be written.
         """
-        from ddp_lab.runtime.records.record import write_text  # imports torch
-
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from ddp_lab.analysis.columns import Column
-from ddp_lab.analysis.files import write_text
+from ddp_lab.writing import write_text
 
 SCRIPT = "plotly.min.js"
 REPORT_ROOTS = ("reports", "reports_sharding", "reports_parallel")

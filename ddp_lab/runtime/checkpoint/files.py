@@ -5,7 +5,6 @@ are written here instead, for two reasons: saving must not hold Python's lock wh
 the checksum of a file is computed without reading the file again.
 """
 
-import contextlib
 import json
 import os
 import zlib
@@ -45,48 +44,6 @@ class FileInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     bytes: int
     crc32: int
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all. It survives a power failure once this returns.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_whole(path, content)
-    sync_folder(path.parent)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all. Once others can see it, this call no longer touches its folder.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def sync_folder(path: Path) -> None:
-    """Make new and changed names in a folder survive a power failure.
-
-    Raises:
-        OSError: the file system failed to do so.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileInfo:

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ddp_lab.runtime.checkpoint.files import FileInfo, problem_of, write_durably
+from ddp_lab.runtime.checkpoint.files import FileInfo, problem_of
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.records.record import to_json
 from ddp_lab.strategy.model_parallel import Cut
+from ddp_lab.writing import sync, to_json, written_whole
 
 FORMAT = 5
 MANIFEST = "manifest.json"
@@ -75,7 +75,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         OSError: it cannot be written.
     """
     content = msgspec.to_builtins(manifest)
-    write_durably(folder / MANIFEST, to_json(content | {"crc32": _checksum(content)}).encode())
+    with written_whole(folder / MANIFEST) as temporary:
+        temporary.write_text(to_json(content | {"crc32": _checksum(content)}))
+    sync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ddp_lab.runtime.checkpoint.contents import states_in
-from ddp_lab.runtime.checkpoint.files import FileInfo, TensorFiles, sync_folder, write_tensors, write_whole
+from ddp_lab.runtime.checkpoint.files import FileInfo, TensorFiles, write_tensors
 from ddp_lab.runtime.checkpoint.manifest import (
     Manifest,
     file_name,
@@ -32,6 +32,7 @@ from ddp_lab.runtime.checkpoint.manifest import (
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
+from ddp_lab.writing import sync, written_whole
 
 LOCK = ".lock"
 LAST_WAIT_S = 10.0
@@ -155,9 +156,10 @@ class Saver:
     def _write(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         self._unfinished.mkdir(exist_ok=True)
         info = write_tensors(self._unfinished / file_name(self._ranks.rank), tensors, metadata)
-        sync_folder(self._unfinished)
+        sync(self._unfinished)
         # The last touch: as soon as all ranks' files are seen, rank 0 may rename the folder.
-        write_whole(self._unfinished / done_name(self._ranks.rank), msgspec.json.encode(info))
+        with written_whole(self._unfinished / done_name(self._ranks.rank)) as done:
+            done.write_bytes(msgspec.json.encode(info))
 
     def _require_success(self, outcome: Future[None]) -> None:
         def check() -> None:
@@ -194,7 +196,7 @@ class Saver:
         if target.exists():  # it is damaged, and the run has resumed from an earlier one
             shutil.rmtree(target)
         self._unfinished.rename(target)
-        sync_folder(self.folder)
+        sync(self.folder)
         if self._keep is not None:
             remove_older(self.folder, self._step, self._keep)
 

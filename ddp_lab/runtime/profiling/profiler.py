@@ -21,6 +21,7 @@ from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.process.environment import without_marks
 from ddp_lab.runtime.watch.phases import phase
+from ddp_lab.writing import written_whole
 
 TRACE_NAME = "{run_id}.step{step}.pt.trace.json.gz"
 
@@ -132,19 +133,21 @@ def write_trace(profiler: profile, path: Path) -> None:
         OSError: it cannot be written.
         EOFError: the profiler wrote only a part of it. On a full disk it does so without an error.
     """
-    plain, zipped = path.with_name(f".{path.name}.json"), path.with_name(f".{path.name}.tmp")
+    plain = path.with_name(f".{path.name}.json")
     try:
         plain.touch()
         profiler.export_chrome_trace(str(plain))
         if not ends_with_brace(plain):
             raise EOFError("the trace was cut short; is the disk full?")
-        with plain.open("rb") as source, gzip.open(zipped, "wb", compresslevel=4) as target:
+        with (
+            written_whole(path) as zipped,
+            plain.open("rb") as source,
+            gzip.open(zipped, "wb", compresslevel=4) as target,
+        ):
             shutil.copyfileobj(source, target)
-        zipped.replace(path)
     finally:
         plain.unlink(missing_ok=True)
         plain.with_name(f"{plain.name}.tmp").unlink(missing_ok=True)  # Kineto leaves it on a full disk
-        zipped.unlink(missing_ok=True)
 
 
 def ends_with_brace(path: Path) -> bool:

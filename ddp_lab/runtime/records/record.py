@@ -1,10 +1,8 @@
 """The files of a run: where they are, how they are written, and what the run record says of times, memory and host."""
 
 import contextlib
-import json
 import os
 import platform
-import re
 import secrets
 import statistics
 import time
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_lab.runtime.checkpoint.files import write_durably
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import TrainingResult
@@ -51,33 +48,6 @@ def make_trace_folder(config: RunConfig, rank: int) -> Path:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
     return folder
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` whole or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    write_text(path, to_json(content))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` whole or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        write_durably(path, text.encode())
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
-def to_json(content: dict[str, Any]) -> str:
-    """Indented JSON, with each list of plain values on one line."""
-    text = json.dumps(content, indent=2, allow_nan=False)
-    return re.sub(r"\[\n[^\[\]{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
 
 
 def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, Any] | None) -> list[dict[str, Any]]:

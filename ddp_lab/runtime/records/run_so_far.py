@@ -30,9 +30,6 @@ from ddp_lab.runtime.records.record import (
     package_versions,
     step_statistics,
     timed_steps,
-    to_json,
-    write_json,
-    write_text,
 )
 from ddp_lab.runtime.records.verdict import verdict
 from ddp_lab.runtime.records.waits import arrivals, lateness, waits
@@ -42,6 +39,7 @@ from ddp_lab.runtime.watch.rank_state import RankState
 from ddp_lab.strategy.account import Collective, ModelSize
 from ddp_lab.strategy.communication.traffic import on_mesh
 from ddp_lab.strategy.strategy import Strategy
+from ddp_lab.writing import to_json, write_json, write_text
 
 FLIGHT_VERSION = 1
 
