@@ -8,14 +8,17 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import torch.distributed as dist
 
 from ddp_lab.runtime.checkpoint.files import FileInfo, problem_of
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import on_every_rank
 from ddp_lab.strategy.model_parallel import Cut
 from ddp_lab.writing import sync, to_json, written_whole
 
@@ -36,28 +39,28 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trains: bool
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a checkpoint holds, and which run saved it. `docs/checkpoints.md` explains each field."""
 
-    format: int
+    format: int = FORMAT
     step: Count
-    choice: str
+    choice: str = ""
     world_size: Ranks
     data_parallel_size: Ranks
-    run_id: str
-    job: str | None
-    config: dict[str, Any]
-    versions: dict[str, str]
+    run_id: str = ""
+    job: str | None = None
+    config: dict[str, Any] = {}
+    versions: dict[str, str] = {}
     optimizer: str
     parameter_groups: list[dict[str, float | list[float]]]
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
     cuts: dict[str, Cut]
-    train_loss: list[float | None]
-    step_samples: list[int]
-    step_time_s: list[float | None]
-    states: dict[str, str]
-    files: dict[str, FileInfo]
+    train_loss: list[float | None] = []
+    step_samples: list[int] = []
+    step_time_s: list[float | None] = []
+    states: dict[str, str] = {}
+    files: dict[str, FileInfo] = {}
 
 
 def folder_name(step: int) -> str:
@@ -107,7 +110,8 @@ def read_manifest(folder: Path) -> Manifest:
         if content.pop("crc32", None) != _checksum(content):
             raise ValueError("its checksum crc32 differs")
         manifest = msgspec.convert(content, Manifest)
-        if {manifest.step} != {len(manifest.train_loss), len(manifest.step_samples), len(manifest.step_time_s)}:
+        lengths = {len(manifest.train_loss), len(manifest.step_samples), len(manifest.step_time_s)}
+        if manifest.run_id and lengths != {manifest.step}:
             raise ValueError("step: its lists are not as long as there were steps")
         size = len(manifest.files)
         if size != manifest.world_size or manifest.files.keys() != set(map(file_name, range(size))):
@@ -132,6 +136,30 @@ def verify_files(folder: Path, manifest: Manifest, rank: int, size: int) -> None
         problem = problem_of(folder / name, manifest.files[name])
         if problem:
             raise UserError(f"{folder} is damaged: {problem}")
+
+
+def complete_manifest(folder: Path, group: dist.ProcessGroup | None = None) -> Manifest:
+    """The manifest of a checkpoint whose files agree with it. Each rank of `group` checks some of them. Collective.
+
+    Raises:
+        UserError: on every rank, if a part of the checkpoint is missing or damaged.
+    """
+
+    def check() -> Manifest:
+        manifest = read_manifest(folder)
+        verify_files(folder, manifest, dist.get_rank(group), dist.get_world_size(group))
+        return manifest
+
+    return on_every_rank(check, group)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the checkpoint in a problem with it, which may quote what is in its files."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{' '.join(str(error).splitlines())} ({path})") from error
 
 
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:

@@ -7,20 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_lab.runtime.checkpoint.contents import require_contents
 from ddp_lab.runtime.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     TensorInfo,
     checkpoints_in,
+    complete_manifest,
     read_manifest,
     several,
-    verify_files,
 )
 from ddp_lab.runtime.config import RunConfig, checkpoint_folder
-from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.groups import from_rank0, on_every_rank
+from ddp_lab.runtime.groups import from_rank0
 from ddp_lab.runtime.settings.checkpoints import LATEST
 from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.strategy.options import AUTO
@@ -97,7 +95,7 @@ def current_job() -> str | None:
     return f"{job}/{os.getppid()}" if job == "none" else job  # the id of every job without one of its own
 
 
-def find_origin(config: RunConfig, ranks: Ranks) -> Origin | None:
+def find_origin(config: RunConfig) -> Origin | None:
     """The checkpoint that this run resumes from, if any. Each rank checks a part of its files. Collective.
 
     A run that `torchrun` has restarted resumes from its own newest checkpoint, wherever it started from at first.
@@ -109,14 +107,14 @@ def find_origin(config: RunConfig, ranks: Ranks) -> Origin | None:
     folder = checkpoint_folder(config)
     if config.checkpoint_every and from_rank0(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
         with suppress(UserError):  # there is none yet
-            own = newest_complete(folder, ranks)
+            own = newest_complete(folder)
             if own.manifest.job == from_rank0(current_job):
                 return own
     origin, is_own = None, config.resume in (LATEST, AUTO)
     if config.resume is not None and not (config.resume == AUTO and from_rank0(lambda: not checkpoints_in(folder))):
         path = folder if is_own else Path(config.resume)
         is_folder = is_own or from_rank0(lambda: holds_checkpoints(path))
-        origin = newest_complete(path, ranks) if is_folder else complete(path, ranks)
+        origin = newest_complete(path) if is_folder else complete(path)
     if config.checkpoint_every:
         from_rank0(lambda: require_no_others(folder, origin))
     return origin
@@ -127,24 +125,19 @@ def holds_checkpoints(path: Path) -> bool:
     return path.is_dir() and not (path / MANIFEST).exists() and bool(checkpoints_in(path))
 
 
-def complete(path: Path, ranks: Ranks) -> Origin:
+def complete(path: Path) -> Origin:
     """The checkpoint in `path`. Collective.
 
     Raises:
-        UserError: on every rank, if a part of it is missing or damaged.
+        UserError: on every rank, if a part of it is missing or damaged, or it is not of a run.
     """
-
-    def check() -> Manifest:
-        manifest = read_manifest(path)
-        verify_files(path, manifest, ranks.rank, ranks.world_size)
-        return manifest
-
-    manifest = on_every_rank(check)
-    from_rank0(lambda: require_contents(path, manifest))
+    manifest = complete_manifest(path)
+    if not manifest.run_id:
+        raise UserError(f"{path} was saved by a loop of its own; ddp_lab.load_checkpoint loads it")
     return Origin(path, manifest)
 
 
-def newest_complete(folder: Path, ranks: Ranks) -> Origin:
+def newest_complete(folder: Path) -> Origin:
     """The newest complete checkpoint in `folder`. Collective.
 
     Raises:
@@ -153,7 +146,7 @@ def newest_complete(folder: Path, ranks: Ranks) -> Origin:
     problems: dict[Path, str] = {}
     for _, path in from_rank0(lambda: checkpoints_in(folder)):
         try:
-            return replace(complete(path, ranks), skipped=problems)
+            return replace(complete(path), skipped=problems)
         except UserError as error:
             problems[path] = str(error)
     reason = f" ({several(list(problems.values()))})" if problems else ""
@@ -215,19 +208,18 @@ def changed_settings(manifest: Manifest, config: Mapping[str, Any], world_size: 
     return {n: [then.get(n), now.get(n)] for n in (*MAY_DIFFER, "world_size") if then.get(n) != now.get(n)}
 
 
-def require_same_model(
-    manifest: Manifest, parameters: Mapping[str, TensorInfo], buffers: Mapping[str, TensorInfo], optimizer: str
-) -> None:
+def require_same_model(manifest: Manifest, here: Manifest) -> None:
     """Check that model and optimizer are those of the checkpoint.
 
     Raises:
         UserError: names parameters that are missing, unknown or of another shape or dtype.
     """
-    problems = differences(manifest.parameters, parameters) + differences(manifest.buffers, buffers)
+    problems = differences(manifest.parameters, here.parameters) + differences(manifest.buffers, here.buffers)
     if problems:
         raise UserError(f"--resume: the checkpoint is of another model: {several(problems)}")
-    if manifest.optimizer != optimizer:
-        raise UserError(f"--resume: the checkpoint is of optimizer {manifest.optimizer}, and this run's is {optimizer}")
+    if manifest.optimizer != here.optimizer:
+        kinds = f"of optimizer {manifest.optimizer}, and this run's is {here.optimizer}"
+        raise UserError(f"--resume: the checkpoint is {kinds}")
 
 
 def differences(stored: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]) -> list[str]:

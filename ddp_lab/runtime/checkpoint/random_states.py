@@ -15,12 +15,6 @@ from torch import Tensor
 from ddp_lab.runtime.errors import UserError
 
 TORCH, CUDA = "random/torch", "random/cuda"
-TEXTS = ("python_random", "numpy_random")
-
-
-def stored_for(device: str) -> list[str]:
-    """Keys that a run on this type of device stores on every rank."""
-    return [TORCH, CUDA] if device == "cuda" else [TORCH]
 
 
 def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -33,14 +27,12 @@ def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, st
     return tensors, {name: json.dumps(state) for name, state in texts.items()}
 
 
-def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device) -> bool:
-    """Restore the states of this rank's generators. Returns False if nothing is stored for this device.
+def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device) -> None:
+    """Restore the states of this rank's generators.
 
     Raises:
-        UserError: what is stored is no state of a generator.
+        UserError: what is stored is no state of a generator, or none for this device.
     """
-    if any(key not in tensors for key in stored_for(device.type)):
-        return False
     try:
         torch.set_rng_state(tensors[TORCH])
         if device.type == "cuda":
@@ -51,7 +43,6 @@ def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise UserError(f"cannot restore the stored random numbers: {error}") from error
-    return True
 
 
 def derive_random_states(seed: int, step: int, rank: int) -> None:

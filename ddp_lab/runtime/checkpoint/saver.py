@@ -19,7 +19,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ddp_lab.runtime.checkpoint.contents import states_in
 from ddp_lab.runtime.checkpoint.files import FileInfo, TensorFiles, write_tensors
 from ddp_lab.runtime.checkpoint.manifest import (
     Manifest,
@@ -29,6 +28,7 @@ from ddp_lab.runtime.checkpoint.manifest import (
     remove_unfinished,
     write_manifest,
 )
+from ddp_lab.runtime.checkpoint.state import states_in
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
@@ -88,6 +88,7 @@ class Saver:
         """
         self.settle()
         self._step = manifest.step
+        self._unfinished = self.folder / f".{folder_name(self._step)}.saving"
         self._written: Future[None] = Future()
         self._committed: Future[None] = Future()
         if self._in_background:
@@ -130,8 +131,6 @@ class Saver:
             self._lock.close()
             self._lock = None
 
-    # Each rank's part --------------------------------------------------------------------------------------------
-
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in host memory. The next save uses the same memory."""
         on_gpu = self._ranks.device.type == "cuda"
@@ -144,22 +143,10 @@ class Saver:
         self._staged = staged
         return staged
 
-    @property
-    def _unfinished(self) -> Path:
-        return self.folder / f".{folder_name(self._step)}.saving"
-
     def _save(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], manifest: Manifest) -> None:
         """The body of the thread."""
-        resolve(self._written, lambda: self._write(tensors, metadata))
+        resolve(self._written, lambda: write_part(self._unfinished, self._ranks.rank, tensors, metadata))
         resolve(self._committed, lambda: self._commit(manifest) if self._ranks.is_main else None)
-
-    def _write(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        self._unfinished.mkdir(exist_ok=True)
-        info = write_tensors(self._unfinished / file_name(self._ranks.rank), tensors, metadata)
-        sync(self._unfinished)
-        # The last touch: as soon as all ranks' files are seen, rank 0 may rename the folder.
-        with written_whole(self._unfinished / done_name(self._ranks.rank)) as done:
-            done.write_bytes(msgspec.json.encode(info))
 
     def _require_success(self, outcome: Future[None]) -> None:
         def check() -> None:
@@ -177,28 +164,55 @@ class Saver:
                 shutil.rmtree(self._unfinished, ignore_errors=True)  # on a full disk, other files need the room
             raise
 
-    # The whole ---------------------------------------------------------------------------------------------------
-
     def _commit(self, manifest: Manifest) -> None:
-        """Make a checkpoint of what all ranks have written. Rank 0 does it, and waits for the other ranks here."""
-        infos = {}
-        for rank in range(self._ranks.world_size):
-            done = self._unfinished / done_name(rank)
-            while not done.exists():
-                if time.monotonic() > self._deadline:
-                    return
-                time.sleep(POLL_S)
-            infos[file_name(rank)] = msgspec.json.decode(done.read_bytes(), type=FileInfo)
-            done.unlink()
-        states = states_in(TensorFiles([self._unfinished / name for name in infos]))
-        write_manifest(self._unfinished, msgspec.structs.replace(manifest, files=infos, states=states))
         target = self.folder / folder_name(self._step)
-        if target.exists():  # it is damaged, and the run has resumed from an earlier one
-            shutil.rmtree(target)
-        self._unfinished.rename(target)
-        sync(self.folder)
-        if self._keep is not None:
+        is_whole = commit(self._unfinished, target, manifest, lambda: time.monotonic() <= self._deadline)
+        if is_whole and self._keep is not None:
             remove_older(self.folder, self._step, self._keep)
+
+
+def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a rank's file into the folder of an unfinished checkpoint.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(exist_ok=True)
+    info = write_tensors(folder / file_name(rank), tensors, metadata)
+    sync(folder)
+    # The last touch: as soon as all ranks' files are seen, rank 0 may rename the folder.
+    with written_whole(folder / done_name(rank)) as done:
+        done.write_bytes(msgspec.json.encode(info))
+
+
+def commit(folder: Path, target: Path, manifest: Manifest, may_wait: Callable[[], bool]) -> bool:
+    """Make the checkpoint `target` of what all ranks have written into `folder`, in the place of one that is there.
+
+    Rank 0 does it, and waits for the other ranks here. Returns False when it may wait no longer.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    infos = {}
+    for rank in range(manifest.world_size):
+        done = folder / done_name(rank)
+        while not done.exists():
+            if not may_wait():
+                return False
+            time.sleep(POLL_S)
+        infos[file_name(rank)] = msgspec.json.decode(done.read_bytes(), type=FileInfo)
+        done.unlink()
+    states = states_in(TensorFiles([folder / name for name in infos]))
+    write_manifest(folder, msgspec.structs.replace(manifest, files=infos, states=states))
+    before = target.with_name(f".{target.name}.before")
+    if target.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        target.rename(before)
+    folder.rename(target)
+    sync(target.parent)
+    if before.exists():
+        shutil.rmtree(before)
+    return True
 
 
 def resolve(future: Future[None], work: Callable[[], None]) -> None:

@@ -1,12 +1,13 @@
 """The checkpoints of one run: the one that it resumes from, and those that it saves."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ddp_lab.runtime.checkpoint.files import TensorFiles
-from ddp_lab.runtime.checkpoint.manifest import FORMAT, Manifest, TensorInfo, file_name, folder_name
+from ddp_lab.runtime.checkpoint.manifest import Manifest, file_name, folder_name, naming
 from ddp_lab.runtime.checkpoint.origin import (
     Origin,
     changed_settings,
@@ -16,16 +17,9 @@ from ddp_lab.runtime.checkpoint.origin import (
     require_same_model,
     require_same_settings,
 )
-from ddp_lab.runtime.checkpoint.parts import OwnParts
 from ddp_lab.runtime.checkpoint.random_states import derive_random_states, random_states, restore_random_states
 from ddp_lab.runtime.checkpoint.saver import Saver
-from ddp_lab.runtime.checkpoint.state import (
-    describe,
-    describe_groups,
-    fill,
-    persistent_buffers,
-    tensors_to_save,
-)
+from ddp_lab.runtime.checkpoint.state import describe_groups, fill, manifest_of, tensors_to_save
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
@@ -34,7 +28,6 @@ from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import TENSOR, Mesh
 from ddp_lab.runtime.watch.phases import during
 from ddp_lab.strategy.batches import MicroBatch
-from ddp_lab.strategy.model_parallel import Cut
 from ddp_lab.strategy.strategy import Strategy
 
 
@@ -51,7 +44,7 @@ class Checkpoints:
 
     def __init__(self, config: RunConfig, ranks: Ranks, run_id: str, versions: dict[str, str]) -> None:
         self._ranks, self._run_id, self._versions = ranks, run_id, versions
-        self.origin: Origin | None = find_origin(config, ranks)
+        self.origin: Origin | None = find_origin(config)
         self.done = self.origin.manifest.step if self.origin else 0
         self._every = config.checkpoint_every
         self._saver: Saver | None = None
@@ -97,21 +90,23 @@ class Checkpoints:
         self._strategy, self._last_step = strategy, steps
         self._settings = config.as_dict() | {"train_samples": train_samples}
         if self.origin or self._saver:
-            strategy.parameter_pieces()  # raises before training begins if this choice cannot be saved
-            self._model = self._whole_model()
+            settings = {"choice": config.choice, "config": self._settings, "versions": self._versions}
+            self._manifest = msgspec.structs.replace(
+                manifest_of(strategy, self.done), run_id=self._run_id, job=current_job(), **settings
+            )
         if not self.origin:
             return TrainingResult()
         path, manifest = self.origin.path, self.origin.manifest
         with naming(path):
             require_same_settings(manifest, self._settings)
-            require_same_model(manifest, *self._model[:2], type(strategy.updating_optimizer).__name__)
+            require_same_model(manifest, self._manifest)
             strategy.relearn(first_step)
-            on_every_rank(lambda: self._load(path, manifest))
+            now, then = self._sizes(), sizes_of(manifest)
+            on_every_rank(lambda: self._load(path, manifest, now == then))
         strategy.parameters_are_loaded()
         if self._ranks.is_main:
             print(f"{config.label}: resumes after step {self.done} from {path}", flush=True)
         strategy.optimizer_steps = self.done
-        now, then = self._sizes(), sizes_of(manifest)
         if now != then:
             strategy.notes.append(
                 f"resumed after step {self.done} with {ranks_in_words(*now)} instead of {ranks_in_words(*then)}: the "
@@ -126,12 +121,13 @@ class Checkpoints:
         # Step times are those of another process, so they stay in its record and in the manifest.
         return TrainingResult.resumed(list(manifest.train_loss), list(manifest.step_samples))
 
-    def _load(self, path: Path, manifest: Manifest) -> None:
+    def _load(self, path: Path, manifest: Manifest, draws_on: bool) -> None:
         files = TensorFiles([path / name for name in manifest.files])
-        fill(self._strategy, files, manifest.parameter_groups, manifest.cuts)
-        tensors, texts = files.of_file(file_name(self._ranks.rank))
-        same_ranks = self._sizes() == sizes_of(manifest)
-        if not (same_ranks and restore_random_states(tensors, texts, self._ranks.device)):
+        fill(self._strategy, files, manifest)
+        device = self._ranks.device
+        if draws_on and (device.type != "cuda" or manifest.config.get("device") == "cuda"):
+            restore_random_states(*files.of_file(file_name(self._ranks.rank)), device)
+        else:
             derive_random_states(self._settings["seed"], manifest.step, self._ranks.drawing_rank)
 
     def is_due(self, step: int) -> bool:
@@ -150,7 +146,15 @@ class Checkpoints:
             with during("saving a checkpoint"):
                 tensors, texts = random_states(self._ranks.device)
                 tensors |= tensors_to_save(self._strategy)
-                self._saver.save(tensors, texts, self._manifest(result))
+                manifest = msgspec.structs.replace(
+                    self._manifest,
+                    step=len(result.loss),
+                    parameter_groups=describe_groups(self._strategy.optimizer),
+                    train_loss=list(result.loss),
+                    step_samples=list(result.samples),
+                    step_time_s=list(result.step_time_s),
+                )
+                self._saver.save(tensors, texts, manifest)
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is that this run has saved."""
@@ -187,54 +191,13 @@ class Checkpoints:
         """The number of ranks, how many of them see different samples, and the degree of tp, whose ranks draw alike."""
         return self._ranks.world_size, self._strategy.data_parallel_size, tensor_degree(self._settings)
 
-    def _whole_model(self) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], dict[str, Cut]]:
-        """Parameters, buffers, and how parameters are cut, of all stages."""
-        module, parts = self._strategy.module, OwnParts(self._strategy)
-        parameters = describe(module.named_parameters(), self._strategy.parameter_dtypes, parts.shapes)
-        buffers = describe(persistent_buffers(module).items())
-        return parts.of_all_stages(parameters), parts.of_all_stages(buffers), parts.of_all_stages(parts.cuts)
-
-    def _manifest(self, result: TrainingResult) -> Manifest:
-        strategy = self._strategy
-        parameters, buffers, cuts = self._model
-        return Manifest(
-            format=FORMAT,
-            step=len(result.loss),
-            choice=self._settings["choice"],
-            world_size=self._ranks.world_size,
-            data_parallel_size=strategy.data_parallel_size,
-            run_id=self._run_id,
-            job=current_job(),
-            config=self._settings,
-            versions=self._versions,
-            optimizer=type(strategy.updating_optimizer).__name__,
-            parameter_groups=describe_groups(strategy.optimizer),
-            parameters=parameters,
-            buffers=buffers,
-            cuts=cuts,
-            train_loss=list(result.loss),
-            step_samples=list(result.samples),
-            step_time_s=list(result.step_time_s),
-            states={},
-            files={},
-        )
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the checkpoint in a problem with it, which may quote what is in its files."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{' '.join(str(error).splitlines())} ({path})") from error
-
 
 def sizes_of(manifest: Manifest) -> tuple[int, int, int]:
     return manifest.world_size, manifest.data_parallel_size, tensor_degree(manifest.config)
 
 
 def tensor_degree(config: dict[str, Any]) -> int:
-    return Mesh.parse(config["mesh"]).degree(TENSOR) if config.get("mesh") else 1
+    return Mesh.parse(str(config["mesh"])).degree(TENSOR) if config.get("mesh") else 1
 
 
 def ranks_in_words(world_size: int, data_parallel_size: int, tensor: int) -> str:

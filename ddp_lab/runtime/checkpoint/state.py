@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.checkpoint.files import DTYPES, TensorFiles
-from ddp_lab.runtime.checkpoint.manifest import TensorInfo
+from ddp_lab.runtime.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
 from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.strategy.account import Piece, share
-from ddp_lab.strategy.model_parallel import Cut
 from ddp_lab.strategy.strategy import Strategy
 
 COUNT = "step"
@@ -64,6 +63,33 @@ def is_setting(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(is_setting, value)) and bool(value)
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def manifest_of(strategy: Strategy, step: int) -> Manifest:
+    """The manifest of a checkpoint of `strategy`, of all stages, without its files. Collective.
+
+    Raises:
+        UnsupportedError: this choice cannot be saved.
+    """
+    strategy.parameter_pieces()
+    module, parts = strategy.module, OwnParts(strategy)
+    parameters = describe(module.named_parameters(), strategy.parameter_dtypes, parts.shapes)
+    return Manifest(
+        step=step,
+        world_size=dist.get_world_size(strategy.everyone),
+        data_parallel_size=strategy.data_parallel_size,
+        optimizer=type(strategy.updating_optimizer).__name__,
+        parameter_groups=describe_groups(strategy.optimizer),
+        parameters=parts.of_all_stages(parameters),
+        buffers=parts.of_all_stages(describe(persistent_buffers(module).items())),
+        cuts=parts.of_all_stages(parts.cuts),
+    )
+
+
+def states_in(files: TensorFiles) -> dict[str, str]:
+    """`states` of the manifest."""
+    kinds = ("parameter", "buffer")  # whose dtypes are in fields of their own
+    return {key: stored[0].dtype for key, stored in files.stored.items() if key.split("/")[0] not in kinds}
 
 
 # Saving --------------------------------------------------------------------------------------------------------------
@@ -139,18 +165,17 @@ def is_elementwise(name: str, value: object, parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, Any]], cuts: Mapping[str, Cut]) -> None:
+def fill(strategy: Strategy, files: TensorFiles, manifest: Manifest) -> None:
     """Set this rank's parameters, buffers and optimizer to the stored values. Reads only what this rank holds, if
     parameters are cut over ranks as they are stored.
-
-    Args:
-        groups, cuts: The stored settings of parameter groups, and how the stored parameters are cut.
 
     Raises:
         UserError: some values are not stored, or the optimizer is another one.
     """
+    if odd := sorted(states_in(files).items() ^ manifest.states.items()):
+        raise UserError(f"the checkpoint is damaged: its files and {MANIFEST} differ in {odd[0][0]!r}")
     strategy.finish_parameter_synchronization()
-    stored = StoredParts(files, cuts, OwnParts(strategy))
+    stored = StoredParts(files, manifest.cuts, OwnParts(strategy))
     for piece in strategy.parameter_pieces():
         here = strategy.on_this_rank(piece.tensor)
         if here.numel():
@@ -180,7 +205,7 @@ def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, A
             state[name] = files.read(key, 0, 1)[0].clone().to(piece.tensor.device if on_device else "cpu")
         if state:
             optimizer.state[piece.tensor] = state
-    restore_groups(strategy.optimizer, groups)
+    restore_groups(strategy.optimizer, manifest.parameter_groups)
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
