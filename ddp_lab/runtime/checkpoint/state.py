@@ -188,12 +188,9 @@ def fill(strategy: Strategy, files: TensorFiles, manifest: Manifest) -> None:
     states, counts = keys_by_parameter(files, "optimizer"), keys_by_parameter(files, "optimizer_count")
     optimizer = strategy.updating_optimizer
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    alike: dict[frozenset[str], set[str]] = {}
     for piece in strategy.updated_pieces():
         state: dict[str, Tensor] = {}
         of_elements, of_all = states[stored.first_key(piece.name)], counts[piece.name]
-        if of_elements and (others := alike.setdefault(frozenset(of_elements), {*of_all})) != of_all.keys():
-            raise UserError(f"{piece.name}: its single optimizer states are {sorted(of_all)}, others' {sorted(others)}")
         for name in of_elements:
             here = strategy.on_this_rank(piece.tensor)
             values = stored.read(f"optimizer/{name}", piece.name, piece.start, piece.start + here.numel())
