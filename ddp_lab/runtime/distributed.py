@@ -17,8 +17,8 @@ from ddp_lab.runtime import share_gpu
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import OneRankError, UserError
 from ddp_lab.runtime.groups import host_barrier, on_every_rank
+from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.speed import NONE, Link, Nodes
-from ddp_lab.runtime.link.world import paced_groups
 from ddp_lab.runtime.mesh import TENSOR, Mesh, MeshGroups, mesh_groups
 from ddp_lab.runtime.process.launcher import adopt_launcher, require_launcher
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, NCCL

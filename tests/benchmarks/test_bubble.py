@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.bubble import measured
+from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.speed import Link
-from ddp_lab.runtime.link.world import paced_groups
 from pipeline_parallel.schedules import SCHEDULES
 from tests.ranks import RankPool
 

@@ -51,38 +51,6 @@ def as_operator(name: str, tensors: tuple[Tensor | None, ...], do: Callable[[], 
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """A collective, or one end of a message, that Gloo is moving.
-
-    Attributes:
-        kind: One of `OPERATORS`, which a trace shows until it is delivered.
-        shown: The tensor whose shape its span shows, if any.
-        moved: Gloo's future, or its work where it has no future.
-        due: When the links will have delivered it, as `time.monotonic`; asked once Gloo has moved the data.
-        values: Makes the value of the future that the caller gets from that of Gloo's.
-    """
-
-    kind: str
-    shown: Tensor | None
-    moved: Any
-    due: Callable[[], float]
-    values: Callable[[Any], Any]
-
-    def deliver(self, delivered: Any) -> None:
-        """Give the future `delivered` its value when it is due, or a `Failure`."""
-        try:
-            values = as_operator(self.kind, (self.shown,), self._wait)
-        except Exception as error:  # the caller's, whatever it is
-            values = Failure(error)
-        delivered.set_result(values)
-
-    def _wait(self) -> Any:
-        values = self.values(self.moved.wait())
-        time.sleep(max(0.0, self.due() - time.monotonic()))
-        return values
-
-
-@dataclass(frozen=True)
 class Failure:
     """The value of a future that has none. C++ would take what `Future.set_exception` sets for a value."""
 
@@ -136,7 +104,7 @@ class Delivery:
         self._ledger, self._members, self._rank = ledger, tuple(members), rank
         self._number, self._count = ledger.group(name), 0
         self._room = BoundedSemaphore(SLOTS)
-        self._parcels: SimpleQueue[tuple[Parcel, Any] | None] = SimpleQueue()
+        self._parcels: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"links of group {name}", daemon=True)
         self._thread.start()
 
@@ -151,15 +119,30 @@ class Delivery:
         """Issue, and deliver when it is due. Waits while too many are on their way.
 
         Args:
-            issue: Lets Gloo move it. See `Parcel` for this and the others.
+            kind: One of `OPERATORS`, which a trace shows until it is delivered.
+            shown: The tensor whose shape its span shows, if any.
+            issue: Lets Gloo move it; answers with Gloo's future, or its work where it has no future.
+            values: Makes the value of the future that the caller gets from that of Gloo's.
         """
         self._room.acquire()
         self._count += 1
         place = (self._number, self._count, self._rank)
         self._ledger.issue(*place)
-        parcel = Parcel(kind, shown, issue(), lambda: self._ledger.delivery(*place, self._members, messages), values)
-        delivered: Any = torch.futures.Future()
-        self._parcels.put((parcel, delivered))
+        moved, delivered = issue(), torch.futures.Future[Any]()
+
+        def wait() -> Any:
+            result = values(moved.wait())
+            time.sleep(max(0.0, self._ledger.delivery(*place, self._members, messages) - time.monotonic()))
+            return result
+
+        def deliver() -> None:
+            try:
+                result = as_operator(kind, (shown,), wait)
+            except Exception as error:  # the caller's, whatever it is
+                result = Failure(error)
+            delivered.set_result(result)
+
+        self._parcels.put(deliver)
         return PacedWork(delivered)
 
     def end(self) -> None:
@@ -173,8 +156,7 @@ class Delivery:
     def _run(self) -> None:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # of this thread: else it sleeps 50 us too long
-        while (one := self._parcels.get()) is not None:
-            parcel, delivered = one
-            parcel.deliver(delivered)
+        while (deliver := self._parcels.get()) is not None:
+            deliver()
             self._room.release()
-            del one, parcel, delivered  # they hold tensors
+            del deliver  # it holds tensors

@@ -6,7 +6,8 @@ links would have delivered (`delivery`). A thread sleeps until then, so waiting 
 `paced::all_reduce` lasts as long as Gloo's `gloo:all_reduce` would over such links; the latter is as it was in memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +30,11 @@ from torch._C._distributed_c10d import (
 )
 
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.link import schedule
 from ddp_lab.runtime.link.delivery import Delivery, as_operator
-from ddp_lab.runtime.link.ledger import Ledger
-from ddp_lab.runtime.link.schedule import Schedule
+from ddp_lab.runtime.link.ledger import Ledger, make_file
+from ddp_lab.runtime.link.speed import Link, Nodes
 
 
 class PacedGroup(dist.ProcessGroup):
@@ -114,32 +116,12 @@ class PacedGroup(dist.ProcessGroup):
     def abort(self) -> None:
         self._inner.abort()
 
-    # Collectives ------------------------------------------------------------------------------------------------------
-
-    def _paced(
-        self,
-        kind: str,
-        shown: Tensor | None,
-        messages: Schedule,
-        issue: Callable[..., dist.Work],
-        *args: Any,
-        **rest: Any,
-    ) -> dist.Work:
-        """The collective that `issue(*args)` issues. See `Parcel` for the other arguments."""
-        return self._seen(self._collectives.send(kind, shown, messages, lambda: issue(*args).get_future(), **rest))
+    # Collectives; `METHODS` has the others ----------------------------------------------------------------------------
 
     def _seen(self, work: dist.Work) -> dist.Work:
         for hook in self._post_hooks.values():
             hook(SimpleNamespace(work=work))
         return work
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        messages, options = schedule.all_reduce(self.size(), nbytes(tensors)), opts or AllreduceOptions()
-        return self._paced("all_reduce", tensors[0], messages, self._inner.allreduce, tensors, options)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        messages, options = schedule.all_reduce(self.size(), nbytes(tensors)), opts or AllreduceCoalescedOptions()
-        return self._paced("all_reduce", tensors[0], messages, self._inner.allreduce_coalesced, tensors, options)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
         """As torch's Gloo backend makes it, an all-reduce of a copy. Torch's own has no future."""
@@ -161,53 +143,11 @@ class PacedGroup(dist.ProcessGroup):
             output.view(-1).copy_(copy.view(self.size(), -1)[self.rank()])
             return [output]
 
-        def shown() -> dist.Work:
-            return as_operator("_reduce_scatter_base_", (output, whole), issue)
+        def shown() -> Any:
+            return as_operator("_reduce_scatter_base_", (output, whole), issue).get_future()
 
-        return self._paced("all_reduce", whole, schedule.all_reduce(self.size(), whole.nbytes), shown, values=take_part)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        messages, options = schedule.all_gather(self.size(), nbytes(inputs)), opts or AllgatherOptions()
-        return self._paced("all_gather", inputs[0], messages, self._inner.allgather, outputs, inputs, options)
-
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        messages, options = schedule.all_gather(self.size(), own.nbytes), opts or AllgatherOptions()
-        return self._paced("all_gather", own, messages, self._inner.all_gather_single, output, own, options)
-
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        messages, options = schedule.all_gather(self.size(), nbytes(inputs)), opts or AllgatherOptions()
-        return self._paced(
-            "all_gather", inputs[0], messages, self._inner.all_gather_single_coalesced, outputs, inputs, options
-        )
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        options = opts or BroadcastOptions()
-        messages = schedule.broadcast(self.size(), nbytes(tensors), options.rootRank)
-        return self._paced("broadcast", tensors[0], messages, self._inner.broadcast, tensors, options)
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        options = opts or ScatterOptions()
-        messages = schedule.scatter(self.size(), nbytes(outputs), options.rootRank)
-        sent = inputs[0][0].expand(self.size(), *inputs[0][0].shape) if inputs else None  # as large as all parts
-        return self._paced("scatter", sent, messages, self._inner.scatter, outputs, inputs, options)
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        options = opts or GatherOptions()
-        messages = schedule.gather(self.size(), nbytes(inputs), options.rootRank)
-        return self._paced("gather", inputs[0], messages, self._inner.gather, outputs, inputs, options)
-
-    def all_to_all_single(
-        self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> dist.Work:
-        if len({*output_sizes}) > 1 or len({*input_sizes}) > 1:
-            raise UserError("--link cannot pace all-to-alls of parts of different sizes yet; run with --link none")
-        messages, options = schedule.all_to_all(self.size(), given.nbytes / self.size()), opts or AllToAllOptions()
-        sizes, issue = (output_sizes, input_sizes), self._inner.all_to_all_single
-        return self._paced("all_to_all", given, messages, issue, output, given, *sizes, options)
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        options = opts or BarrierOptions()
-        return self._paced("barrier", None, schedule.barrier(self.size()), self._inner.barrier, options)
+        messages = schedule.all_reduce(self.size(), whole.nbytes)
+        return self._seen(self._collectives.send("all_reduce", whole, messages, shown, take_part))
 
     # Messages between two ranks ---------------------------------------------------------------------------------------
 
@@ -223,7 +163,7 @@ class PacedGroup(dist.ProcessGroup):
         if key not in self._messages:
             members = [self._members[end] for end in ends]
             self._messages[key] = Delivery(f"{self.group_name} {key}", self._ledger, members, own)
-        go, messages = self._messages[key].send, schedule.message(nbytes(tensors))
+        go, messages = self._messages[key].send, schedule.message(sum(tensor.nbytes for tensor in tensors))
         return self._seen(go(kind, tensors[0], messages, lambda: issue(tensors, ends[1 - own], tag)))
 
 
@@ -250,11 +190,44 @@ def replace_default(old: dist.ProcessGroup, new: dist.ProcessGroup) -> None:
     c10d._update_default_pg(new)
 
 
-# Helpers --------------------------------------------------------------------------------------------------------------
+# Methods of the group -------------------------------------------------------------------------------------------------
+
+METHODS: dict[str, tuple[str, int, Any]] = {
+    "allreduce": ("all_reduce", 0, AllreduceOptions),
+    "allreduce_coalesced": ("all_reduce", 0, AllreduceCoalescedOptions),
+    "allgather": ("all_gather", 1, AllgatherOptions),
+    "all_gather_single": ("all_gather", 1, AllgatherOptions),
+    "all_gather_single_coalesced": ("all_gather", 1, AllgatherOptions),
+    "broadcast": ("broadcast", 0, BroadcastOptions),
+    "scatter": ("scatter", 0, ScatterOptions),
+    "gather": ("gather", 1, GatherOptions),
+    "all_to_all_single": ("all_to_all", 1, AllToAllOptions),
+    "barrier": ("barrier", 0, BarrierOptions),
+}
+"""Kind, which argument is what a rank gives or gets, and options."""
+NOT_PACED = (
+    *("allgather_coalesced", "alltoall", "recv_anysource"),
+    *("reduce", "reduce_scatter", "reduce_scatter_single_coalesced"),
+)
 
 
-def nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def paced(name: str, kind: str, place: int, make_options: Any) -> Callable[..., dist.Work]:
+    def method(self: PacedGroup, *args: Any, opts: Any = None) -> dist.Work:
+        if args and isinstance(args[-1], make_options):
+            *args, opts = args  # type: ignore[assignment]
+        options, given = opts or make_options(), args[place] if args else []
+        tensors: list[Tensor] = [given] if isinstance(given, Tensor) else given
+        nbytes, shown = sum(tensor.nbytes for tensor in tensors), tensors[0] if tensors else None
+        if kind == "all_to_all" and any(len({*sizes}) > 1 for sizes in args[2:4]):
+            raise UserError("--link cannot pace all-to-alls of parts of different sizes yet; run with --link none")
+        if kind == "scatter":  # a span shows what the root sends
+            parts = args[1]
+            shown = parts[0][0].expand(self.size(), *parts[0][0].shape) if parts else None
+        root = [options.rootRank] if hasattr(options, "rootRank") else []
+        messages, issue = getattr(schedule, kind)(self.size(), nbytes, *root), getattr(self._inner, name)
+        return self._seen(self._collectives.send(kind, shown, messages, lambda: issue(*args, options).get_future()))
+
+    return method
 
 
 def refused(name: str) -> Callable[..., Any]:
@@ -264,12 +237,46 @@ def refused(name: str) -> Callable[..., Any]:
     return method
 
 
-for name in (
-    "allgather_coalesced",
-    "alltoall",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single_coalesced",
-):
-    setattr(PacedGroup, name, refused(name))
+for _name, _how in METHODS.items():
+    setattr(PacedGroup, _name, paced(_name, *_how))
+for _name in NOT_PACED:
+    setattr(PacedGroup, _name, refused(_name))
+
+
+# The groups of a run --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def paced_groups(link: Link | None, nodes: Nodes | None = None) -> Iterator[None]:
+    """Within this context the default process group, and all that are made of it, are paced; not if `link` is None.
+
+    Collective.
+
+    Args:
+        nodes: With a link of its own for what goes between nodes. Default: `link` carries all.
+    """
+    inner = dist.group.WORLD
+    if link is None or inner is None:
+        yield
+        return
+    paced = PacedGroup(inner, range(inner.size()), shared_ledger(inner, link, nodes))
+    replace_default(inner, paced)
+    try:
+        yield
+    finally:
+        paced.end_delivery()
+        replace_default(paced, inner)
+
+
+def shared_ledger(group: dist.ProcessGroup, link: Link, nodes: Nodes | None) -> Ledger:
+    """The ledger of the default group's ranks. Collective.
+
+    Raises:
+        UserError: a rank cannot open it.
+    """
+    path = from_rank0(lambda: make_file(group.size()))
+    try:
+        return on_every_rank(lambda: Ledger(path, group.size(), link, nodes))
+    finally:
+        if group.rank() == 0:
+            path.unlink()  # those who have it open keep it

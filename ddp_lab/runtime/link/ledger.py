@@ -16,10 +16,12 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.schedule import Edge, Ring, Schedule
@@ -34,26 +36,21 @@ SLOTS = 1024
 """Collectives of a group that are remembered. A rank issues no more before the first of them is delivered."""
 
 
-class _Layout:
-    """Where things are in the file, which is a row of 64-bit floats, for n ranks.
+def layout(ranks: int) -> np.dtype:
+    """What is in the file, for so many ranks, as 64-bit floats.
 
-    A slot has three rows of n: the number of the latest collective that each rank has issued, when it did, and (in one
-    cell) the number of the collective to which the ends belong. n x n ends follow: when the message of a sender to a
-    receiver has left, 0 if it is not on its links yet. A ring has one end, in the first cell.
+    - `links`: begin and end of the times in which each works. By direction (sending, receiving), by whether it leads to
+      other nodes, and by rank. Times that are not used are 0.
+    - `names`: of groups, as numbers; 0 where there is none.
+    - `connections`: of each group, sender and receiver: when it is free again.
+    - `slots`: of each group, its latest collectives. `numbers`: of the latest that each rank has issued, and at which
+      of `times`; `scheduled`: of the collective to which the ends belong; `ends`: when the message of a sender to a
+      receiver has left, 0 if it is not on its links yet. A ring has one end, in the first cell.
     """
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.link_size = 1 + 2 * SPANS  # how many times of work follow, then the begin and end of each, in order
-        self.sending, self.receiving = 0, 2 * ranks * self.link_size  # of each rank's link, then of those between nodes
-        self.names = 4 * ranks * self.link_size
-        self.connections = self.names + GROUPS  # of each group, sender and receiver: when it is free again
-        self.slots = self.connections + GROUPS * ranks * ranks
-        self.slot_size = (3 + ranks) * ranks
-        self.size = self.slots + GROUPS * SLOTS * self.slot_size
-
-    def slot(self, group: int, number: int) -> int:
-        return self.slots + (group * SLOTS + number % SLOTS) * self.slot_size
+    by_rank, by_pair = ("f8", ranks), ("f8", (ranks, ranks))
+    slot = [("numbers", *by_rank), ("times", *by_rank), ("scheduled", "f8"), ("ends", *by_pair)]
+    links, connections = ("links", "f8", (2, 2, ranks, SPANS, 2)), ("connections", "f8", (GROUPS, ranks, ranks))
+    return np.dtype([links, ("names", "f8", GROUPS), connections, ("slots", slot, (GROUPS, SLOTS))])
 
 
 class Ledger:
@@ -65,9 +62,9 @@ class Ledger:
     """
 
     def __init__(self, path: Path, world_size: int, link: Link, nodes: Nodes | None = None) -> None:
-        self._link, self._nodes, self._layout = link, nodes, _Layout(world_size)
+        self._link, self._nodes = link, nodes
         self._file = path.open("r+b")
-        self._cells = memoryview(mmap.mmap(self._file.fileno(), 0)).cast("d")
+        self._cells: Any = np.ndarray((), layout(world_size), mmap.mmap(self._file.fileno(), 0))
         self._threads = threading.Lock()
 
     @contextmanager
@@ -85,19 +82,22 @@ class Ledger:
         Raises:
             RuntimeError: there are too many.
         """
-        code = zlib.crc32(name.encode()) + 1.0
+        code, names = zlib.crc32(name.encode()) + 1.0, self._cells["names"]
         with self._locked():
             for number in range(GROUPS):
-                if self._cells[self._layout.names + number] in (0, code):
-                    self._cells[self._layout.names + number] = code
+                if names[number] in (0, code):
+                    names[number] = code
                     return number
         raise RuntimeError(f"--link: a run can have {GROUPS} process groups, and this is one more")
 
+    def _slot(self, group: int, number: int) -> Any:
+        return self._cells["slots"][group, number % SLOTS]
+
     def issue(self, group: int, number: int, rank: int) -> None:
         """Note that `rank`, as the group counts, issues the group's collective `number` now; numbers begin at 1."""
-        slot = self._layout.slot(group, number) + rank
-        self._cells[slot + self._layout.ranks] = monotonic()
-        self._cells[slot] = number  # no lock: it is this rank's cell, and others look when Gloo has moved data since
+        slot = self._slot(group, number)
+        slot["times"][rank] = monotonic()
+        slot["numbers"][rank] = number  # no lock: it is this rank's, and others look when Gloo has moved data since
 
     def delivery(self, group: int, number: int, rank: int, members: tuple[int, ...], schedule: Schedule) -> float:
         """When the links have delivered all that `rank` sends and receives, as `time.monotonic`.
@@ -105,26 +105,21 @@ class Ledger:
         Args:
             members: The group's ranks, by their numbers in the whole world.
         """
-        cells, ranks = self._cells, self._layout.ranks
-        slot = self._layout.slot(group, number)
-        times, scheduled, ends = slot + ranks, slot + 2 * ranks, slot + 3 * ranks
+        slot = self._slot(group, number)
+        ends, times, numbers = slot["ends"], slot["times"][: len(members)], slot["numbers"][: len(members)]
         with self._locked():
-            numbers = cells[slot : slot + len(members)]
-            if max(numbers) > number:
+            if numbers.max() > number:
                 return 0.0  # it has been delivered to another rank, which is `SLOTS` collectives ahead
-            issued = [cells[times + each] if found == number else 0.0 for each, found in enumerate(numbers)]
-            if cells[scheduled] != number:
-                cells[scheduled] = number
-                for cell in range(ends, ends + ranks * ranks):
-                    cells[cell] = 0.0
+            issued = np.where(numbers == number, times, 0.0).tolist()
+            if slot["scheduled"] != number:
+                slot["scheduled"], ends[:] = number, 0.0
             if isinstance(schedule, Ring):
-                if not cells[ends]:
-                    cells[ends] = self._pass_ring(schedule, members, max(issued))
-                return cells[ends]
-            connections = self._layout.connections + group * ranks * ranks
-            call = _Call(schedule, members, issued, ends, connections)
-            own = [edge for edge in schedule if rank in (edge.sender, edge.receiver)]
-            return max((self._end_for(rank, edge, call) for edge in own), default=0.0)
+                if not ends[0, 0]:
+                    ends[0, 0] = self._pass_ring(schedule, members, max(issued))
+                return float(ends[0, 0])
+            call = _Call(schedule, members, issued, ends, self._cells["connections"][group])
+            mine = [edge for edge in schedule if rank in (edge.sender, edge.receiver)]
+            return max((self._end_for(rank, edge, call) for edge in mine), default=0.0)
 
     def _pass_ring(self, ring: Ring, members: tuple[int, ...], ready: float) -> float:
         """When it ends: when its slowest link is through."""
@@ -144,58 +139,55 @@ class Ledger:
         ranks of a group have one connection. Gloo sends what the receiver has asked for, over that same connection. So
         a request waits behind data that goes its way, and messages of both directions take turns.
         """
-        cells, size, (sender, receiver) = self._cells, len(call.members), (edge.sender, edge.receiver)
-        end = call.ends + sender * size + receiver
-        if not cells[end]:
-            connection = call.connections + min(sender, receiver) * size + max(sender, receiver)
-            ready = max(call.issued[sender], call.issued[receiver], cells[connection])
+        sender, receiver = ends = edge.sender, edge.receiver
+        if not call.ends[ends]:
+            connection = min(ends), max(ends)
+            ready = max(call.issued[sender], call.issued[receiver], float(call.connections[connection]))
             if edge.is_forwarded:
-                before = next(each for each in call.schedule if each.receiver == sender)
+                before = next(earlier for earlier in call.schedule if earlier.receiver == sender)
                 ready = max(ready, self._end_for(sender, before, call))
             pair = call.members[sender], call.members[receiver]
-            cells[end] = cells[connection] = self._occupy(*pair, edge.nbytes, ready)
-        return cells[end]
+            call.ends[ends] = call.connections[connection] = self._occupy(*pair, edge.nbytes, ready)
+        return float(call.ends[ends])
 
     def _occupy(self, sender: int, receiver: int, nbytes: float, ready: float) -> float:
         """Send a message in the time that its two links have left; when its last byte has left."""
-        link, layout = self._between(sender, receiver), self._layout
-        first, seconds = 0 if link is self._link else layout.ranks, 8 * nbytes / link.bits_per_s
-        ends = [
-            self._carry(direction + (first + rank) * layout.link_size, ready, seconds)
-            for direction, rank in ((layout.sending, sender), (layout.receiving, receiver))
-        ]
-        return max(ends)
+        link, links = self._between(sender, receiver), self._cells["links"]
+        leaves_node, seconds = int(link is not self._link), 8 * nbytes / link.bits_per_s
+        ends = (links[0, leaves_node, sender], links[1, leaves_node, receiver])
+        return max(carry(spans, ready, seconds) for spans in ends)
 
     def _between(self, sender: int, receiver: int) -> Link:
         """The link that leads from one rank of the world to the other."""
         nodes = self._nodes
         return nodes.link if nodes is not None and nodes.are_between(sender, receiver) else self._link
 
-    def _carry(self, link: int, ready: float, seconds: float) -> float:
-        """Let the link in cell `link` work so long, in the time from `ready` on in which it is idle; when it is done.
 
-        Messages are put on links when somebody asks, which is not the order in which they are ready. So a message may
-        also use the time before one that was put there earlier.
-        """
-        cells, first = self._cells, link + 1
-        end_of_spans = first + 2 * int(cells[link])
-        spans = list(zip(cells[first:end_of_spans:2], cells[first + 1 : end_of_spans : 2], strict=True))
-        pieces, end, left = [], ready, seconds
-        for begin, stop in spans:
-            if begin > end and left > 0:
-                piece = min(left, begin - end)
-                pieces.append((end, end + piece))
-                end, left = end + piece, left - piece
-            if left > 0:
-                end = max(end, stop)
+def carry(link: NDArray[np.float64], ready: float, seconds: float) -> float:
+    """Let a link work so long, in the time from `ready` on in which it is idle; when it is done.
+
+    Messages are put on links when somebody asks, which is not the order in which they are ready. So a message may
+    also use the time before one that was put there earlier.
+
+    Args:
+        link: Begin and end of the times in which it works, which this adds to.
+    """
+    spans = [(begin, stop) for begin, stop in link.tolist() if stop]
+    pieces, end, left = [], ready, seconds
+    for begin, stop in spans:
+        if begin > end and left > 0:
+            piece = min(left, begin - end)
+            pieces.append((end, end + piece))
+            end, left = end + piece, left - piece
         if left > 0:
-            pieces.append((end, end + left))
-            end += left
-        merged = joined(sorted(spans + pieces))
-        cells[link] = len(merged)
-        for cell, value in enumerate(chain.from_iterable(merged), start=first):
-            cells[cell] = value
-        return end
+            end = max(end, stop)
+    if left > 0:
+        pieces.append((end, end + left))
+        end += left
+    merged = joined(sorted(spans + pieces))
+    link[:] = 0.0
+    link[: len(merged)] = merged or 0.0
+    return end
 
 
 def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -214,14 +206,14 @@ class _Call(NamedTuple):
 
     Attributes:
         issued: When, by rank of the group; 0 if it is not known.
-        ends, connections: Where in the file the n x n cells of this collective, and of its group, begin.
+        ends, connections: Of this collective, and of its group, by sender and receiver (`layout`).
     """
 
     schedule: tuple[Edge, ...]
     members: tuple[int, ...]
     issued: list[float]
-    ends: int
-    connections: int
+    ends: NDArray[np.float64]
+    connections: NDArray[np.float64]
 
 
 def make_file(world_size: int) -> Path:
@@ -233,7 +225,7 @@ def make_file(world_size: int) -> Path:
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     try:
         descriptor, name = tempfile.mkstemp(prefix="link-", dir=folder)
-        os.truncate(descriptor, 8 * _Layout(world_size).size)
+        os.truncate(descriptor, layout(world_size).itemsize)
         os.close(descriptor)
     except OSError as error:
         raise UserError(f"--link: no shared file in {folder or tempfile.gettempdir()}: {error.strerror}") from error

@@ -54,9 +54,9 @@ def all_gather(size: int, nbytes: float) -> Ring:
     return Ring(1.5 * nbytes if size == 2 else (size - 1) * nbytes, size - 1)
 
 
-def barrier(size: int) -> Ring:
-    """Rounds of a dissemination barrier."""
-    return Ring(0, ceil(log2(size)))
+def barrier(size: int, nbytes: float = 0) -> Ring:
+    """Rounds of a dissemination barrier, which sends nothing."""
+    return Ring(nbytes, ceil(log2(size)))
 
 
 def broadcast(size: int, nbytes: float, root: int) -> tuple[Edge, ...]:
@@ -85,5 +85,5 @@ def gather(size: int, nbytes: float, root: int) -> tuple[Edge, ...]:
 
 
 def all_to_all(size: int, nbytes: float) -> tuple[Edge, ...]:
-    """`nbytes`: from each rank to each other."""
-    return tuple(Edge(one, other, nbytes) for one in range(size) for other in range(size) if one != other)
+    """`nbytes`: of what one rank gives."""
+    return tuple(Edge(one, other, nbytes / size) for one in range(size) for other in range(size) if one != other)

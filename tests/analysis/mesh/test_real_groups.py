@@ -18,8 +18,8 @@ from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks, meshed
+from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.speed import Link
-from ddp_lab.runtime.link.world import paced_groups
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.runtime.run import train_and_record
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder

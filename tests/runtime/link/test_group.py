@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.runtime.groups import host_barrier
+from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.ledger import SLOTS
 from ddp_lab.runtime.link.speed import Link
-from ddp_lab.runtime.link.world import paced_groups
 from tests.parity import Case, trained
 from tests.ranks import RankPool
 from tests.tables import each_row
@@ -188,8 +188,7 @@ def exchanged() -> tuple[bool, bool, list[float], list[tuple[float, float]]]:
             times.append(time.monotonic() - begin)
         host_barrier()
         ledger: Any = dist.group.WORLD._ledger  # type: ignore[union-attr]
-        cells, size = ledger._cells, ledger._layout.link_size
-        worked = [(cells[each * size + 1], cells[each * size + 2]) for each in range(2)]
+        worked = [tuple(spans[0].tolist()) for spans in ledger._cells["links"][0, 0]]
     return was_there, all(r.eq(10 * (1 - rank) + i).all() for i, r in enumerate(results)), times[:3], worked
 
 

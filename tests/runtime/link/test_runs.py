@@ -7,8 +7,8 @@ import pytest
 from ddp_lab.analysis.command import main as analyse
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.speed import Link
-from ddp_lab.runtime.link.world import paced_groups
 from tests.ranks import RankPool
 from tests.runtime.test_run import run_here, run_sharded
 
