@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ddp_lab.collectives.kinds import ENDS, UNEVEN
 from ddp_lab.collectives.ranks import ranks_of
 
-STATES = ISSUED, QUEUED, STARTED, COMPLETED = ("issued", "queued", "started", "completed")
+ISSUED, QUEUED, STARTED, COMPLETED = ("issued", "queued", "started", "completed")
 """Of a call. One that is done when `Work.wait` returns goes from `issued` to `completed`, one that a device runs
 through the others."""
 ON_DEVICE = {QUEUED: 0, "scheduled": 0, STARTED: 1, COMPLETED: 2}
@@ -24,7 +24,7 @@ class Call:
             them: `8x4 and 3`.
         root: Rank in the group that sends or receives everything; -1 for collectives without a root.
         parameter: For an all-reduced gradient, the number of its trainable parameter, from 1; 0 if that is not known.
-        state: One of `STATES`, or torch's words.
+        state: `ISSUED` and so on, or torch's words.
         time_s: When it was issued, in seconds since the epoch.
     """
 

@@ -33,8 +33,8 @@ from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 
 flight = FlightRecorder.create(rank=3)
 flight.set_phase(7, "backward")
-flight.complete(flight.add(1, "all_reduce", 10, "float32", "ranks 0,1", -1, 2))
-flight.set_waiting(flight.add(2, "broadcast", 4, "int64", "ranks 0,1", 0, 0))
+flight.set_state(flight.add(1, "all_reduce", 10, "float32", "ranks 0,1", -1, 2), "completed")
+flight.page.waiting = flight.add(2, "broadcast", 4, "int64", "ranks 0,1", 0, 0)
 print(flight.path, flush=True)
 signal.pause()
 """
@@ -49,7 +49,7 @@ def test_a_flight_recorder_outlives_its_process():
     finally:
         process.kill()
     process.wait(timeout=60)
-    assert flight.owner_is_gone() and flight.exit_reason is None and not flight.is_finished
+    assert flight.owner_is_gone() and flight.exit_reason is None and not flight.page.is_finished
     state = flight.state()
     assert str(state) == "in step 7 during backward, in broadcast #2 of 4 int64" and state.rank == 3
     assert [entry.state for entry in state.entries] == ["completed", "issued"]

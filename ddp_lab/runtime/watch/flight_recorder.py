@@ -7,19 +7,19 @@ goes to a disk. The owner holds a lock on the file. The kernel releases the lock
 so the lock shows whether the owner is alive.
 """
 
-import ctypes
 import fcntl
 import mmap
 import os
 import tempfile
 import time
 from contextlib import suppress
+from ctypes import Structure, c_bool, c_char, c_double, c_int32, c_int64, sizeof
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from ddp_lab.collectives.calls import COMPLETED, ISSUED, STATES, Call
+from ddp_lab.collectives.calls import ISSUED, Call
 from ddp_lab.collectives.ranks import LONGEST_NAME
 from ddp_lab.runtime.watch.exit_reason import ExitReason
 from ddp_lab.runtime.watch.rank_state import RankState
@@ -28,41 +28,46 @@ RING_ENTRIES = 2048
 TEXT_BYTES = 32768
 
 
-class _Slot(ctypes.Structure):
-    """A collective in the file."""
+class Slot(Structure):
+    """A collective in the file: its number on this rank, from 0, and the fields of a `Call`."""
 
     _fields_ = (
-        ("number", ctypes.c_int64),
-        ("seq", ctypes.c_int64),
-        ("elements", ctypes.c_int64),
-        ("root", ctypes.c_int32),
-        ("parameter", ctypes.c_int32),
-        ("time_s", ctypes.c_double),
-        ("state", ctypes.c_uint8),
-        ("kind", ctypes.c_char * 24),
-        ("dtype", ctypes.c_char * 16),
-        ("group", ctypes.c_char * LONGEST_NAME),
+        ("number", c_int64),
+        ("seq", c_int64),
+        ("kind", c_char * 24),
+        ("elements", c_int64),
+        ("dtype", c_char * 16),
+        ("group", c_char * LONGEST_NAME),
+        ("root", c_int32),
+        ("parameter", c_int32),
+        ("state", c_char * 16),
+        ("time_s", c_double),
     )
 
 
-class _Page(ctypes.Structure):
-    """The whole file; what Python writes of a crash follows it."""
+class Page(Structure):
+    """The whole file; what Python writes of a crash follows it.
+
+    `rank`, `step`, `phase` and `progress_s` are as in `RankState`. `count`: how many collectives the owner has issued.
+    `waiting`, `stalled`: the number of the one that its training thread waits for, and of the one that its device does
+    not get past; -1 for none. `is_finished`: it has completed its run.
+    """
 
     _fields_ = (
-        ("rank", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("phase", ctypes.c_char * 32),
-        ("progress_s", ctypes.c_double),
-        ("count", ctypes.c_int64),
-        ("waiting", ctypes.c_int64),
-        ("stalled", ctypes.c_int64),
-        ("is_finished", ctypes.c_bool),
-        ("exit_reason", ctypes.c_char * TEXT_BYTES),
-        ("ring", _Slot * RING_ENTRIES),
+        ("rank", c_int64),
+        ("step", c_int64),
+        ("phase", c_char * 32),
+        ("progress_s", c_double),
+        ("count", c_int64),
+        ("waiting", c_int64),
+        ("stalled", c_int64),
+        ("is_finished", c_bool),
+        ("exit_reason", c_char * TEXT_BYTES),
+        ("ring", Slot * RING_ENTRIES),
     )
 
 
-CRASH_OFFSET = ctypes.sizeof(_Page)
+CRASH_OFFSET = sizeof(Page)
 
 
 class FlightRecorder:
@@ -71,7 +76,7 @@ class FlightRecorder:
     def __init__(self, descriptor: int, path: Path) -> None:
         self.path = path
         self._descriptor = descriptor
-        self._page = _Page.from_buffer(mmap.mmap(descriptor, CRASH_OFFSET))
+        self.page = Page.from_buffer(mmap.mmap(descriptor, CRASH_OFFSET))
 
     @classmethod
     def create(cls, rank: int) -> "FlightRecorder":
@@ -85,8 +90,7 @@ class FlightRecorder:
         os.truncate(descriptor, CRASH_OFFSET)
         recorder = cls(descriptor, path)
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
-        page = recorder._page
-        page.rank, page.waiting, page.stalled = rank, -1, -1
+        recorder.page.rank, recorder.page.waiting, recorder.page.stalled = rank, -1, -1
         recorder.set_phase(-1, "starting")
         return recorder
 
@@ -106,7 +110,7 @@ class FlightRecorder:
 
     def close(self) -> None:
         self.unlink()
-        del self._page  # with it goes the mapping
+        del self.page  # with it goes the mapping
         os.close(self._descriptor)
 
     # The owner writes --------------------------------------------------------------------------------------------
@@ -118,47 +122,30 @@ class FlightRecorder:
         return self._descriptor
 
     def set_phase(self, step: int, phase: str) -> None:
-        self._page.step, self._page.phase = step, phase.encode()[:32]
-        self._page.progress_s = time.time()
+        self.page.step, self.page.phase, self.page.progress_s = step, phase.encode()[:32], time.time()
 
     def add(self, seq: int, kind: str, elements: int, dtype: str, group: str, root: int, parameter: int) -> int:
-        """Record a collective that is about to be issued, and return its number on this rank, from 0."""
-        page, now = self._page, time.time()
-        number = page.count
-        texts = (kind.encode(), dtype.encode(), group.encode())
-        slot = _Slot(number, seq, elements, root, parameter, now, STATES.index(ISSUED), *texts)
+        """Record a collective that is about to be issued, and return its number."""
+        page, now = self.page, time.time()
+        number, texts = page.count, (kind.encode(), elements, dtype.encode(), group.encode())
+        slot = Slot(number, seq, *texts, root, parameter, ISSUED.encode(), now)
         page.ring[number % RING_ENTRIES] = slot  # one copy, so that a reader hardly ever sees a half of it
         page.count, page.progress_s = number + 1, now
         return number
 
-    def complete(self, number: int) -> None:
-        self.set_state(number, COMPLETED)
-
     def set_state(self, number: int, state: str) -> None:
-        """`state`: one of `calls.STATES`."""
-        slot = self._page.ring[number % RING_ENTRIES]
+        """`state`: as in `Call`."""
+        slot = self.page.ring[number % RING_ENTRIES]
         if slot.number == number:
-            slot.state = STATES.index(state)
-        self._page.progress_s = time.time()
-
-    def set_waiting(self, number: int) -> None:
-        """The owner's training thread waits for this collective; -1 for none."""
-        self._page.waiting = number
-
-    def set_stalled(self, number: int) -> None:
-        """The owner's device does not get past this collective; -1 for none."""
-        self._page.stalled = number
+            slot.state = state.encode()
+        self.page.progress_s = time.time()
 
     def set_exit_reason(self, reason: ExitReason) -> None:
         """Record why the owner ends. A later call replaces the reason."""
         text = msgspec.json.encode(reason)
         if len(text) > TEXT_BYTES:
             text = msgspec.json.encode(replace(reason, traceback=(reason.traceback or "")[-3000:]))
-        self._page.exit_reason = text
-
-    def finish(self) -> None:
-        """The owner has completed its run."""
-        self._page.is_finished = True
+        self.page.exit_reason = text
 
     # Every process reads -----------------------------------------------------------------------------------------
 
@@ -172,13 +159,9 @@ class FlightRecorder:
         return True
 
     @property
-    def is_finished(self) -> bool:
-        return self._page.is_finished
-
-    @property
     def exit_reason(self) -> ExitReason | None:
         with suppress(msgspec.DecodeError):  # there is none yet, or it is being written
-            return msgspec.json.decode(self._page.exit_reason, type=ExitReason)
+            return msgspec.json.decode(self.page.exit_reason, type=ExitReason)
         return None
 
     @property
@@ -186,42 +169,18 @@ class FlightRecorder:
         """What `faulthandler` wrote. Empty if the process did not crash, or was killed."""
         return os.pread(self._descriptor, 65536, CRASH_OFFSET).decode(errors="replace")
 
-    @property
-    def progress_s(self) -> float:
-        """As in `RankState`."""
-        return self._page.progress_s
-
-    @property
-    def count(self) -> int:
-        """How many collectives the owner has issued."""
-        return self._page.count
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether the owner's training thread waits for a collective."""
-        return self._page.waiting >= 0
-
     def state(self) -> RankState:
         """What the owner does. A collective that is being overwritten at this moment is left out."""
-        page, count = self._page, self.count
-        found = {number: self._entry(number) for number in range(max(0, count - RING_ENTRIES), count)}
-        entries = tuple(entry for entry in found.values() if entry is not None)
-        phase = page.phase.decode(errors="replace")
-        waits_for = next((found.get(number) for number in sorted((page.waiting, page.stalled)) if number >= 0), None)
+        page, count = self.page, self.page.count
+        calls = {number: self._call(number) for number in range(max(0, count - RING_ENTRIES), count)}
+        waits_for = next((calls.get(number) for number in sorted((page.waiting, page.stalled)) if number >= 0), None)
+        entries, phase = tuple(filter(None, calls.values())), page.phase.decode(errors="replace")
         return RankState(page.rank, page.step, phase, entries, waits_for, page.progress_s)
 
-    def _entry(self, number: int) -> Call | None:
-        slot = _Slot.from_buffer_copy(self._page.ring[number % RING_ENTRIES])
+    def _call(self, number: int) -> Call | None:
+        slot = Slot.from_buffer_copy(self.page.ring[number % RING_ENTRIES])
         if slot.number != number:
             return None
-        return Call(
-            slot.seq,
-            slot.kind.decode(),
-            slot.elements,
-            slot.dtype.decode(),
-            slot.group.decode(),
-            slot.root,
-            slot.parameter,
-            STATES[slot.state],
-            slot.time_s,
-        )
+        texts = (slot.kind, slot.dtype, slot.group, slot.state)
+        kind, dtype, group, state = (text.decode(errors="replace") for text in texts)
+        return Call(slot.seq, kind, slot.elements, dtype, group, slot.root, slot.parameter, state, slot.time_s)

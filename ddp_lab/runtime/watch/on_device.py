@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-from ddp_lab.collectives.calls import QUEUED, STARTED
+from ddp_lab.collectives.calls import COMPLETED, QUEUED, STARTED
 from ddp_lab.runtime.watch.flight_recorder import RING_ENTRIES, FlightRecorder
 
 Query = Callable[[], bool]
@@ -150,7 +150,7 @@ class DeviceCollectives:
             if collective.queue in completed or answers_yes(collective.is_completed):
                 if collective.queue is not None:
                     completed.add(collective.queue)
-                self._flight.complete(collective.number)
+                self._flight.set_state(collective.number, COMPLETED)
                 self._open.pop(collective.number, None)
             elif answers_yes(collective.has_started):
                 self._flight.set_state(collective.number, STARTED)
@@ -158,7 +158,7 @@ class DeviceCollectives:
         stalled = self.oldest
         if stalled is not None and stalled.waited_s < STALL_S:
             stalled = None
-        self._flight.set_stalled(stalled.number if stalled is not None else -1)
+        self._flight.page.stalled = stalled.number if stalled is not None else -1
 
     @property
     def oldest(self) -> OpenCollective | None:

@@ -58,13 +58,13 @@ class Peers:
 
     def counts(self) -> list[int]:
         """How many collectives each rank on this node has issued."""
-        return [flight.count for flight, _ in self._here.values()] + [self._flight.count]
+        return [flight.page.count for flight in (self._flight, *(flight for flight, _ in self._here.values()))]
 
     def find_mismatch(self, names: RankNames) -> Mismatch | None:
         """Between the ranks on this node."""
         flights = {rank: flight for rank, (flight, _) in self._here.items()} | {self._rank: self._flight}
         states = {rank: flight.state() for rank, flight in flights.items()}
-        are_blocked = all(flight.is_blocked for flight in flights.values())  # else others may issue more
+        are_blocked = all(flight.page.waiting >= 0 for flight in flights.values())  # else others may issue more
         return find_mismatch(states, names, waiting=states if are_blocked else ())
 
     # The end -----------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Peers:
 
 
 def has_ended(flight: FlightRecorder) -> bool:
-    if flight.is_finished:
+    if flight.page.is_finished:
         return False
     reason = flight.exit_reason
     if reason is not None and reason.kind == "agreed":  # this rank will raise the error too, in a moment
@@ -132,6 +132,7 @@ def has_ended(flight: FlightRecorder) -> bool:
 
 def report_of(flight: FlightRecorder, pid: int) -> RankReport:
     """What the flight recorder of a rank on this node tells."""
-    is_gone = flight.owner_is_gone() and not flight.is_finished
-    reason = None if flight.is_finished else flight.exit_reason
+    is_finished = flight.page.is_finished
+    is_gone = flight.owner_is_gone() and not is_finished
+    reason = None if is_finished else flight.exit_reason
     return RankReport(flight.state(), reason, is_gone, flight.crash if is_gone else "", state_of(pid) in "Tt")

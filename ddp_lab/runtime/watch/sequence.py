@@ -30,6 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 from torch._C._profiler import _RecordFunctionFast as RecordFunction
 
+from ddp_lab.collectives.calls import COMPLETED
 from ddp_lab.collectives.kinds import ENDS, UNEVEN, kind_of
 from ddp_lab.collectives.ranks import Ranks, group_name
 from ddp_lab.runtime.errors import SequenceError
@@ -187,15 +188,15 @@ class CollectiveRecorder:
         number = self._open.pop(work, None)
         if number is None:
             return plain(work, *args, **kwargs)
-        self._flight.set_waiting(number)
+        self._flight.page.waiting = number
         with waiting("collectives"):
             answer = plain(work, *args, **kwargs)
         waited["awaited"] += 1
-        self._flight.set_waiting(-1)
+        self._flight.page.waiting = -1
         if work is self._latest:
             self._latest = None  # it keeps its outputs alive
         if not self._on_device.ordered(number):
-            self._flight.complete(number)
+            self._flight.set_state(number, COMPLETED)
         return answer
 
 

@@ -74,7 +74,7 @@ class Watcher:
 
     def close(self) -> None:
         """The run is completed: stop watching."""
-        self.flight.finish()
+        self.flight.page.is_finished = True
         self._is_closed = True
         self._thread.join()
         record_phases_in(None)
@@ -93,7 +93,7 @@ class Watcher:
 
     def fail(self, error: BaseException) -> NoReturn:
         """An error of this rank alone."""
-        self.end(ExitReason.of(error, in_collective=self.flight.is_blocked))
+        self.end(ExitReason.of(error, in_collective=self.flight.page.waiting >= 0))
 
     def aborted(self) -> None:
         """The backend ends this process when this returns, which it does not: a collective failed or timed out."""
@@ -135,7 +135,7 @@ class Watcher:
             if (oldest := self.on_device.oldest) is not None and oldest.is_overdue:
                 text = f"a collective is not done {oldest.waited_s:.0f} s after its issue"
                 self.end(ExitReason.now("timeout", f"{text}, of {oldest.timeout_s:.0f} s that it may take"))
-            if time.time() - self.flight.progress_s > COMPARE_AFTER_S:
+            if time.time() - self.flight.page.progress_s > COMPARE_AFTER_S:
                 counts = self._peers.counts()
                 if suspected or counts != compared:
                     found = self._peers.find_mismatch(self._names)
