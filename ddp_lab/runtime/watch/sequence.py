@@ -18,8 +18,9 @@ Strategies do not know of this. A process has one `CollectiveRecorder` or none; 
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -64,33 +65,37 @@ class CollectiveRecorder:
         self, flight: FlightRecorder, on_device: DeviceCollectives, on_abort: Callable[[], None], names: RankNames
     ) -> None:
         self._flight, self._on_device, self._on_abort, self._names = flight, on_device, on_abort, names
-        self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...], str]] = []  # with its ranks and its name
+        self._groups: list[tuple[dist.ProcessGroup, Ranks]] = []  # with its ranks
         self._aborting: list[Backend] = []  # those that tell before they end the process
         self._digests: dict[str, int] = defaultdict(int)  # by name of a group
         self._seqs: dict[str, int] = defaultdict(int)
         self._issuing: dict[str, int] = {}  # number of the collective that a group is issuing now
         self._open: WeakKeyDictionary[dist.Work, int] = WeakKeyDictionary()  # numbers of those that are not completed
         self._latest: dist.Work | None = None
-        self._timeouts: dict[tuple[str, torch.device], float | None] = {}
         self.gradients: GradientWatch | None = None
 
     def follow(self, group: dist.ProcessGroup) -> None:
         """Record the collectives of `group` too, if they are not yet."""
-        if any(group is followed for followed, _, _ in self._groups):
+        if any(group is followed for followed, _ in self._groups):
             return
-        name, members, what = group.group_name, Ranks(dist.get_process_group_ranks(group)), description(group)
-        self._groups.append((group, members, name))
-        number = sum((members, what) == (ranks, description(made)) for made, ranks, _ in self._groups)
-        group.register_pre_hook(HOOK_ID, self._before(name, group_name(members, what, number)))
-        group.register_post_hook(HOOK_ID, self._after(name))
-        for backend in map(group._get_backend, group._device_types):
+        members, what = Ranks(dist.get_process_group_ranks(group)), description(group)
+        self._groups.append((group, members))
+        number = sum((members, what) == (ranks, description(made)) for made, ranks in self._groups)
+        timeouts: dict[str, float] = {}
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if only_orders_streams(backend, device):
+                timeouts[device.type] = backend.options._timeout.total_seconds()
             if backend.supports_abort_hooks:
                 backend.register_abort_hook(HOOK_ID, self._on_abort)
                 self._aborting.append(backend)
+        before = self._before(group.group_name, group_name(members, what, number), timeouts)
+        group.register_pre_hook(HOOK_ID, before)
+        group.register_post_hook(HOOK_ID, self._after(group.group_name))
 
     def stop(self) -> None:
         """Remove all hooks and references to groups, which would delay the end of these groups."""
-        for group, _, _ in self._groups:
+        for group, _ in self._groups:
             group.unregister_pre_hook(HOOK_ID)
             group.unregister_post_hook(HOOK_ID)
         for backend in self._aborting:
@@ -107,7 +112,7 @@ class CollectiveRecorder:
     def _alike(self, group: dist.ProcessGroup) -> list[str]:
         """Names of the groups with the same ranks."""
         members = tuple(dist.get_process_group_ranks(group))
-        return [name for _, others, name in self._groups if others == members]
+        return [made.group_name for made, ranks in self._groups if ranks == members]
 
     def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup) -> SequenceError | None:
         """See `communication.observer.agree_on_sequence`."""
@@ -123,10 +128,9 @@ class CollectiveRecorder:
         error.collective = str(call)
         return error
 
-    def _before(self, name: str, label: str) -> Callable[[Any], None]:
+    def _before(self, name: str, label: str, timeouts: Mapping[str, float]) -> Callable[[Any], None]:
         # The hook runs for every collective, so what does not change between calls is looked up once.
         flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
-        known: dict[tuple[Any, torch.dtype | None], tuple[str, str, int]] = {}
         mark = f"group {label}"
 
         def hook(call: Any) -> None:
@@ -134,18 +138,16 @@ class CollectiveRecorder:
                 pass
             inputs = call.input_tensors
             tensors = inputs or call.output_tensors
-            key = (call.name, tensors[0].dtype if tensors else None)
-            found = known.get(key)
-            if found is None:
-                found = known[key] = described(*key)
-            kind, dtype, base = found
+            kind, dtype, base = described(call.name, tensors[0].dtype if tensors else None)
             if not kind:
                 return
             elements = sum([t.numel() for t in (call.output_tensors if kind in SIZED_BY_OUTPUT else inputs)])
-            parameter = self._parameter_of(inputs[0]) if kind == "all_reduce" and len(inputs) == 1 else 0
+            parameter = 0
+            if kind == "all_reduce" and len(inputs) == 1 and self.gradients is not None:
+                parameter = self.gradients.number_at(inputs[0])
             seqs[name] = seq = seqs[name] + 1
             issuing[name] = number = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
-            if tensors and (timeout_s := self._timeout_on_device(name, tensors[0])) is not None:
+            if tensors and (timeout_s := timeouts.get(tensors[0].device.type)) is not None:
                 queue = name if kind not in ENDS else None
                 self._on_device.issue(number, queue, tensors[0].device, timeout_s)
             if kind not in UNEVEN:
@@ -169,20 +171,6 @@ class CollectiveRecorder:
 
         return hook
 
-    def _parameter_of(self, tensor: torch.Tensor) -> int:
-        return self.gradients.number_at(tensor) if self.gradients is not None else 0
-
-    def _timeout_on_device(self, name: str, tensor: torch.Tensor) -> float | None:
-        """Seconds that a collective of `tensor` may take; None if it is done once `Work.wait` has returned."""
-        if tensor.is_cpu:
-            return None
-        key = (name, tensor.device)
-        if key not in self._timeouts:
-            backend = c10d._resolve_process_group(c10d.GroupName(name))._get_backend(tensor.device)
-            seconds = backend.options._timeout.total_seconds()
-            self._timeouts[key] = seconds if only_orders_streams(backend, tensor.device) else None
-        return self._timeouts[key]
-
     def wait(self, plain: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
         """`Work.wait`, recorded. If it raises, the record still shows the collective that the rank waited for."""
         number = self._open.pop(work, None)
@@ -200,6 +188,7 @@ class CollectiveRecorder:
         return answer
 
 
+@cache
 def described(name: Any, dtype: torch.dtype | None) -> tuple[str, str, int]:
     """Kind, dtype, and a number for both. The kind is empty for a call that sends nothing."""
     kind = kind_of(name.name)
