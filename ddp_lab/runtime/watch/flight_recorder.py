@@ -133,10 +133,10 @@ class FlightRecorder:
         page.count, page.progress_s = number + 1, now
         return number
 
-    def set_state(self, number: int, state: str) -> None:
-        """`state`: as in `Call`."""
+    def set_state(self, number: int, state: str, before: str | None = None) -> None:
+        """`state`: as in `Call`. `before`: only if that is the state now."""
         slot = self.page.ring[number % RING_ENTRIES]
-        if slot.number == number:
+        if slot.number == number and before in (None, slot.state.decode()):
             slot.state = state.encode()
         self.page.progress_s = time.time()
 

@@ -105,7 +105,6 @@ class DeviceCollectives:
     def __init__(self, flight: FlightRecorder) -> None:
         self._flight = flight
         self._open: dict[int, OpenCollective] = {}  # by number, oldest first
-        self._not_followed: set[int] = set()  # numbers, of those that a device runs
         self._looking = threading.Lock()  # the watcher's thread looks, and the training thread to make room
 
     def issue(self, number: int, queue: str | None, device: torch.device, timeout_s: float) -> None:
@@ -115,33 +114,23 @@ class DeviceCollectives:
         self._flight.set_state(number, QUEUED)
         if len(self._open) == RING_ENTRIES and number % LOOK_EVERY == 0:
             self.look()
-        if len(self._open) == RING_ENTRIES:
-            self._not_followed.add(number)  # the oldest tells more than the latest
-            return
-        self._open[number] = OpenCollective(number, queue, device, time.monotonic(), timeout_s, mark_stream(device))
+        if len(self._open) < RING_ENTRIES:  # else the oldest tells more than the latest
+            mark = mark_stream(device)
+            self._open[number] = OpenCollective(number, queue, device, time.monotonic(), timeout_s, mark)
 
     def issued(self, number: int, work: dist.Work) -> None:
-        if (found := self._open.get(number)) is not None:
-            found.is_completed = done(work)
+        if collective := self._open.get(number):
+            collective.is_completed = done(work)
 
-    def ordered(self, number: int) -> bool:
-        """What comes now on the current stream comes after the collective: `Work.wait` has returned.
-
-        Returns:
-            Whether the collective is one that a device runs.
-        """
-        found = self._open.get(number)
-        if found is not None:
-            found.is_completed = mark_stream(found.device)
-        if number in self._not_followed:
-            self._not_followed.remove(number)
-            return True
-        return found is not None
+    def ordered(self, number: int) -> None:
+        """What comes now on the current stream comes after the collective: `Work.wait` has returned."""
+        if collective := self._open.get(number):
+            collective.is_completed = mark_stream(collective.device)
 
     def look(self) -> None:
         """Bring the flight recorder up to date."""
         oldest = self.oldest
-        with self._looking, current(oldest.device) if oldest is not None else nullcontext():
+        with self._looking, current(oldest.device) if oldest else nullcontext():
             self._look()
 
     def _look(self) -> None:
@@ -155,10 +144,8 @@ class DeviceCollectives:
             elif answers_yes(collective.has_started):
                 self._flight.set_state(collective.number, STARTED)
                 collective.has_started = None
-        stalled = self.oldest
-        if stalled is not None and stalled.waited_s < STALL_S:
-            stalled = None
-        self._flight.page.stalled = stalled.number if stalled is not None else -1
+        oldest = self.oldest
+        self._flight.page.stalled = oldest.number if oldest and oldest.waited_s >= STALL_S else -1
 
     @property
     def oldest(self) -> OpenCollective | None:
@@ -168,7 +155,6 @@ class DeviceCollectives:
     def clear(self) -> None:
         """Forget them all."""
         self._open.clear()
-        self._not_followed.clear()
 
 
 def answers_yes(query: Query | None) -> bool:

@@ -20,6 +20,7 @@ from ddp_lab.runtime.watch.rank_state import Mismatch, RankNames, find_mismatch
 
 SETTLE_S = 2.5
 """How long the ranks have to say why they end."""
+ASK_EVERY_S = 1.0
 REPORT_S = 6.0
 """How long the others wait for the rank that reports."""
 
@@ -44,28 +45,33 @@ class Peers:
         host_barrier()
         flight.unlink()
         self._store.set_timeout(timedelta(seconds=3))
+        self._ask_at, self._compared = 0.0, list[int]()
+        self._suspected: Mismatch | None = None
         self._elsewhere = [other for other in range(world_size) if other not in {rank, *self._here}]
 
-    def has_one_ended_here(self) -> bool:
-        """Whether another rank on this node ends, or has ended, before the run is completed."""
-        return any(has_ended(flight) for flight, _ in self._here.values())
-
-    def has_one_ended_elsewhere(self) -> bool:
-        """The same for other nodes, which takes a request to the store."""
+    def has_one_ended(self) -> bool:
+        """Whether another rank ends, or has ended, before the run is completed. About other nodes, the store is asked
+        once in `ASK_EVERY_S`."""
+        if any(has_ended(flight) for flight, _ in self._here.values()):
+            return True
+        if not self._elsewhere or time.monotonic() < self._ask_at:
+            return False
+        self._ask_at = time.monotonic() + ASK_EVERY_S
         with suppress(RuntimeError):
-            return bool(self._elsewhere) and self._store.check(["ended"])
+            return self._store.check(["ended"])
         return False
 
-    def counts(self) -> list[int]:
-        """How many collectives each rank on this node has issued."""
-        return [flight.page.count for flight in (self._flight, *(flight for flight, _ in self._here.values()))]
-
     def find_mismatch(self, names: RankNames) -> Mismatch | None:
-        """Between the ranks on this node."""
+        """Between the ranks on this node, seen twice: a record may be read while it is written."""
         flights = {rank: flight for rank, (flight, _) in self._here.items()} | {self._rank: self._flight}
+        counts, before = [flight.page.count for flight in flights.values()], self._suspected
+        if before is None and counts == self._compared:
+            return None
         states = {rank: flight.state() for rank, flight in flights.items()}
         are_blocked = all(flight.page.waiting >= 0 for flight in flights.values())  # else others may issue more
-        return find_mismatch(states, names, waiting=states if are_blocked else ())
+        self._suspected = find_mismatch(states, names, waiting=states if are_blocked else ())
+        self._compared = counts
+        return before if before == self._suspected else None
 
     # The end -----------------------------------------------------------------------------------------------------
 

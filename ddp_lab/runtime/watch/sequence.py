@@ -31,7 +31,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 from torch._C._profiler import _RecordFunctionFast as RecordFunction
 
-from ddp_lab.collectives.calls import COMPLETED
+from ddp_lab.collectives.calls import COMPLETED, ISSUED
 from ddp_lab.collectives.kinds import ENDS, UNEVEN, kind_of
 from ddp_lab.collectives.ranks import Ranks, group_name
 from ddp_lab.runtime.errors import SequenceError
@@ -183,8 +183,8 @@ class CollectiveRecorder:
         self._flight.page.waiting = -1
         if work is self._latest:
             self._latest = None  # it keeps its outputs alive
-        if not self._on_device.ordered(number):
-            self._flight.set_state(number, COMPLETED)
+        self._on_device.ordered(number)
+        self._flight.set_state(number, COMPLETED, before=ISSUED)
         return answer
 
 

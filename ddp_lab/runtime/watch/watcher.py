@@ -27,11 +27,10 @@ from ddp_lab.runtime.watch.on_device import DeviceCollectives
 from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers
 from ddp_lab.runtime.watch.phases import record_phases_in
 from ddp_lab.runtime.watch.processes import SignalReceiver, kills_for_memory, state_of
-from ddp_lab.runtime.watch.rank_state import NUMBERS, Mismatch, RankNames, RankState
+from ddp_lab.runtime.watch.rank_state import NUMBERS, RankNames, RankState
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 
 LOOK_EVERY_S = 0.25
-LOOK_ELSEWHERE_EVERY_S = 1.0
 COMPARE_AFTER_S = 2.0
 """Without progress for this long, a rank compares what the ranks on its node have issued."""
 LEAVE_S = 10.0
@@ -109,9 +108,6 @@ class Watcher:
             self.end(ExitReason.now("failed", f"watching the ranks: {text_of(error)}"))
 
     def _look_until_closed(self) -> None:
-        next_look_elsewhere = 0.0
-        suspected: Mismatch | None = None
-        compared: list[int] = []
         while not self._is_closed:
             arrived = self._signals.arrived(LOOK_EVERY_S)
             if self._is_closed:
@@ -123,25 +119,17 @@ class Watcher:
             self._require_parent()
             if arrived:
                 self._end_by(arrived)
-            has_one_ended = self._peers.has_one_ended_here()
-            if has_one_ended and (arrived := self._signals.arrived(0.1)):  # both got the signal; the other was quicker
-                self._end_by(arrived)
-            if not has_one_ended and time.monotonic() > next_look_elsewhere:
-                next_look_elsewhere = time.monotonic() + LOOK_ELSEWHERE_EVERY_S
-                has_one_ended = self._peers.has_one_ended_elsewhere()
-            if has_one_ended:
+            if self._peers.has_one_ended():
+                if arrived := self._signals.arrived(0.1):  # both got the signal; the other was quicker
+                    self._end_by(arrived)
                 self.end(ExitReason.now("noticed", "another rank has ended"))
             self.on_device.look()
             if (oldest := self.on_device.oldest) is not None and oldest.is_overdue:
                 text = f"a collective is not done {oldest.waited_s:.0f} s after its issue"
                 self.end(ExitReason.now("timeout", f"{text}, of {oldest.timeout_s:.0f} s that it may take"))
-            if time.time() - self.flight.page.progress_s > COMPARE_AFTER_S:
-                counts = self._peers.counts()
-                if suspected or counts != compared:
-                    found = self._peers.find_mismatch(self._names)
-                    if found and found == suspected:  # seen twice: a record may be read while it is written
-                        self.end(ExitReason.now("mismatch", found.text))
-                    suspected, compared = found, counts
+            is_stuck = time.time() - self.flight.page.progress_s > COMPARE_AFTER_S
+            if is_stuck and (mismatch := self._peers.find_mismatch(self._names)):
+                self.end(ExitReason.now("mismatch", mismatch.text))
 
     def _end_by(self, arrived: signal.Signals) -> NoReturn:
         self._require_parent()
