@@ -9,10 +9,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddp_lab.collectives.calls import ON_DEVICE, QUEUED, STARTED, Call, behind, slow_devices
+from ddp_lab.collectives.calls import ON_DEVICE, QUEUED, STARTED, behind, slow_devices
 from ddp_lab.collectives.ranks import ranks_of
-from ddp_lab.runtime.watch.exit_reason import ExitReason
-from ddp_lab.runtime.watch.rank_state import ADVICE, NUMBERS, Mismatch, RankNames, RankState, find_mismatch
+from ddp_lab.runtime.watch.rank_state import (
+    ADVICE,
+    NUMBERS,
+    UNKNOWN,
+    ExitReason,
+    Mismatch,
+    RankNames,
+    RankState,
+    find_mismatch,
+)
 
 COMPLETED, STOPPED, FAILED, KILLED = "completed", "stopped", "failed", "killed"
 HUNG, MISMATCHED, INTERRUPTED, LOST = "hung", "mismatched", "interrupted", "lost"
@@ -24,15 +32,15 @@ class RankReport:
     """What is known of a rank when the run ends.
 
     Attributes:
-        state: None if the rank is on another node and has not reported.
+        state: Nothing is known if the rank is on another node and has not reported.
         reason: None if the rank has not said why it ends.
         is_gone: Its process has ended.
         crash: What Python wrote when its process crashed.
         is_stopped: Its process is stopped, for example by SIGSTOP.
     """
 
-    state: RankState | None
-    reason: ExitReason | None
+    state: RankState = UNKNOWN
+    reason: ExitReason | None = None
     is_gone: bool = False
     crash: str = ""
     is_stopped: bool = False
@@ -72,12 +80,12 @@ def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames 
         """Ranks that ended for such a reason, the earliest first."""
         return sorted((r for r, reason in reasons.items() if reason.kind in kinds), key=lambda r: reasons[r].time_s)
 
-    states = {rank: report.state for rank, report in reports.items() if report.state is not None}
+    states = {rank: report.state for rank, report in reports.items()}
     mismatch = find_mismatch(states, names, waiting=[rank for rank in states if not reports[rank].is_gone])
     gone = [rank for rank, report in reports.items() if report.is_gone and rank not in reasons]
     failed, signalled = ranks_with("failed", "error", "agreed"), ranks_with("signal")
     if failed and not gone:
-        return _failed(reports, failed[0], names)
+        return _failed(reports[failed[0]], failed[0], names)
     if mismatch and (gone or aborted or not signalled):
         return _mismatched(states, mismatch)
     if gone:
@@ -89,44 +97,49 @@ def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames 
         by_nccl = f"; NCCL aborted rank {names(*aborted)}" if aborted else ""
         return replace(ending, message=f"{ending.message}{by_nccl}")
     if in_collective := ranks_with("collective"):
-        return _failed(reports, in_collective[0], names)
+        return _failed(reports[in_collective[0]], in_collective[0], names)
     return _lost(reports, names)
 
 
 def _aborted_by_nccl(report: RankReport) -> bool:
     """Whether a process is gone because NCCL's watchdog aborted it (or a collective did, when the watchdog had failed)
     while its device waited. The watchdog's thread is none of Python's, so no thread is the current one then."""
-    waits_for, (first, _, rest) = _awaited(report.state), report.crash.partition("\n")
+    awaited, (first, _, rest) = report.state.awaited, report.crash.partition("\n")
     _, is_of_python, stack = rest.partition("Current thread ")
     is_torchs = not is_of_python or "torch/distributed/" in "".join(stack.splitlines()[1:2])
-    is_open = waits_for is not None and waits_for.state in (QUEUED, STARTED)
+    is_open = awaited is not None and awaited.state in (QUEUED, STARTED)
     return report.is_gone and report.reason is None and first == "Fatal Python error: Aborted" and is_open and is_torchs
 
 
-def _ending(how: str, rank: int, state: RankState | None, message: str, traceback: str | None = None) -> Ending:
-    if state is None:
-        return Ending(how, rank, message=message, traceback=traceback)
+def _ending(
+    how: str,
+    rank: int,
+    state: RankState,
+    message: str,
+    traceback: str | None = None,
+    collective: str | None = None,
+) -> Ending:
     step = state.step if state.step >= 0 else None
-    return Ending(how, rank, step, state.phase, state.collective, message, traceback)
+    return Ending(how, rank, step, state.phase or None, collective or state.collective, message, traceback)
 
 
-def _failed(reports: Reports, rank: int, names: RankNames) -> Ending:
-    state, reason = reports[rank].state, reports[rank].reason
+def _failed(report: RankReport, rank: int, names: RankNames) -> Ending:
+    state, reason = report.state, report.reason
     assert reason is not None
     if reason.kind in ("error", "agreed"):
         return _ending(FAILED, rank, state, reason.text)
-    return _ending(FAILED, rank, state, f"rank {names(rank)} failed {state or ''}: {reason.text}", reason.traceback)
+    return _ending(FAILED, rank, state, f"rank {names(rank)} failed {state}: {reason.text}", reason.traceback)
 
 
 def _killed(reports: Reports, gone: Sequence[int], out_of_memory: bool, names: RankNames) -> Ending:
-    first = _least_recent(reports, gone)
+    first = min(gone, key=lambda rank: reports[rank].state.progress_s)
     state, crash = reports[first].state, reports[first].crash
     ranks = f"rank {names(first)}" if len(gone) == 1 else f"ranks {names(*gone)}; first rank {names(first)}"
     if crash:
         what = f"crashed ({crash.splitlines()[0].removeprefix('Fatal Python error: ')})"
     else:
         what = "was killed (SIGKILL, or it exited without an error)"
-    message = f"{ranks} {what} {state or ''}".rstrip()
+    message = f"{ranks} {what} {state}".rstrip()
     if out_of_memory:
         message += "; the kernel killed a process because memory ran out: use a smaller --global-batch-size or model"
     elif not crash:
@@ -138,28 +151,30 @@ def _mismatched(states: Mapping[int, RankState], mismatch: Mismatch) -> Ending:
     """Ranks that differ may be in different steps. The rank that is furthest behind is in the step where they do."""
     rank = min(mismatch.calls, key=lambda rank: states[rank].step)
     message = f"{mismatch.text}; {ADVICE}; {states[rank].when}"
-    return replace(_ending(MISMATCHED, rank, states[rank], message), collective=str(mismatch.calls[rank]))
+    return _ending(MISMATCHED, rank, states[rank], message, collective=str(mismatch.calls[rank]))
 
 
 def _interrupted(reports: Reports, ranks: Sequence[int], names: RankNames) -> Ending:
     state, reason = reports[ranks[0]].state, reports[ranks[0]].reason
     assert reason is not None
     who = "" if len(ranks) == len(reports) else f"rank {names(*sorted(ranks))} was "
-    message = f"{who}stopped by {reason.text}" + (f" while {state.phase}" if state and state.step < 0 else "")
+    message = f"{who}stopped by {reason.text}" + (f" while {state.phase}" if state.phase and state.step < 0 else "")
     return _ending(INTERRUPTED, min(ranks), state, message)
 
 
 def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Ending:
     """Ranks waited in a collective until its timeout. The cause is the rank of its group that did not join it. If that
     one waits itself, in another group, the cause is who did not join there."""
-    waiting = min(timed_out, key=lambda rank: _waits_since(reports[rank].state))
-    issued = {rank: report.state.entries if report.state else () for rank, report in reports.items()}
+    states = {rank: report.state for rank, report in reports.items()}
+    issued = {rank: state.entries for rank, state in states.items()}
+    waiting = min(timed_out, key=lambda rank: states[rank].waits_since_s)
     stopped = [rank for rank in reports if rank not in timed_out and reports[rank].is_stopped]
     for _ in reports:
-        awaited = _awaited(reports[waiting].state)
+        awaited = states[waiting].awaited
         members = [rank for rank in reports if rank in ((awaited and ranks_of(awaited.group)) or reports)]
         others = [rank for rank in members if rank not in (*timed_out, waiting)]
-        missing = [rank for rank in others if awaited is None or rank in behind(issued, awaited)]
+        late = behind(issued, awaited) if awaited is not None else others
+        missing = [rank for rank in others if rank in late]
         on_device: list[int] = []
         if not missing and awaited is not None and awaited.state in ON_DEVICE:
             place = awaited.group, awaited.seq
@@ -167,55 +182,34 @@ def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Endin
             missing = on_device = slow_devices(at_it)
         elif not missing:
             missing = others
-        idle = [rank for rank in missing if not ((state := reports[rank].state) and state.waits_for)]
+        idle = [rank for rank in missing if not states[rank].waits_for]
         if stopped or on_device or idle or not missing:
             break
         waiting = missing[0]
     missing = stopped or on_device or idle or missing
     waiting = next((rank for rank in timed_out if rank not in missing), waiting)
-    state = reports[waiting].state
-    seconds = f"{time.time() - _waits_since(state):.0f} s" if state else "its whole timeout"
+    state = states[waiting]
+    seconds = f"{time.time() - state.waits_since_s:.0f} s" if state.phase else "its whole timeout"
     if not missing:
         who = "every rank waits" if len(members) == len(reports) else f"ranks {names(*members)} wait"
-        message = f"{who} for another; rank {names(waiting)} for {seconds} {state or ''}"
+        message = f"{who} for another; rank {names(waiting)} for {seconds} {state}"
         return _ending(HUNG, waiting, state, message)
-    first = missing[0]
-    report = reports[first]
-    what = "hangs" if report.state else "does not answer"
-    if stopped:
-        what = "is stopped (SIGSTOP)"
-    elif on_device:
-        what = "hangs on its device"
-    message = f"rank {names(first)} {what} {report.state or ''}".rstrip()
+    first, state = missing[0], states[missing[0]]
+    what = "is stopped (SIGSTOP)" if stopped else "hangs on its device" if on_device else "hangs"
+    message = f"rank {names(first)} {what if state.phase or stopped else 'does not answer'} {state}".rstrip()
     if len(missing) > 1:
         message = f"ranks {names(*missing)} did not join; {message}"
     if waiting not in missing:
         message += f"; rank {names(waiting)} waited {seconds} for it in {awaited or 'a collective'}"
-    return replace(_ending(HUNG, first, report.state, message), collective=f"missing in {awaited}" if awaited else None)
-
-
-def _awaited(state: RankState | None) -> Call | None:
-    return (state.waits_for or state.last) if state else None
-
-
-def _waits_since(state: RankState | None) -> float:
-    """When what a rank waits for was issued, or when it made progress last."""
-    if state is None:
-        return 0.0
-    return state.waits_for.time_s if state.waits_for else state.progress_s
-
-
-def _least_recent(reports: Reports, ranks: Sequence[int]) -> int:
-    """Of `ranks`, the one whose last progress is longest ago."""
-    return min(ranks, key=lambda rank: state.progress_s if (state := reports[rank].state) else 0.0)
+    return _ending(HUNG, first, state, message, collective=f"missing in {awaited}" if awaited else None)
 
 
 def _lost(reports: Reports, names: RankNames) -> Ending:
     """Connections broke, and no rank is known to have failed."""
     silent = [rank for rank, report in reports.items() if report.reason is None]
     if silent:
-        where = next((report.state for report in reports.values() if report.reason and report.state), None)
-        message = f"rank {names(*silent)} cannot be reached any more (its node or the link is down); {where or ''}"
+        where = next((report.state for report in reports.values() if report.reason), "")
+        message = f"rank {names(*silent)} cannot be reached any more (its node or the link is down); {where}"
         return _ending(LOST, silent[0], reports[silent[0]].state, message)
     first, reason = min(
         ((rank, report.reason) for rank, report in reports.items() if report.reason), key=lambda pair: pair[1].time_s

@@ -21,8 +21,7 @@ import msgspec
 
 from ddp_lab.collectives.calls import ISSUED, Call
 from ddp_lab.collectives.ranks import LONGEST_NAME
-from ddp_lab.runtime.watch.exit_reason import ExitReason
-from ddp_lab.runtime.watch.rank_state import RankState
+from ddp_lab.runtime.watch.rank_state import ExitReason, RankState
 
 RING_ENTRIES = 2048
 TEXT_BYTES = 32768

@@ -97,7 +97,7 @@ class Peers:
         with suppress(RuntimeError):
             if self._store.check([f"report/{rank}"]):
                 return msgspec.json.decode(self._store.get(f"report/{rank}"), type=RankReport)
-        return RankReport(None, None)
+        return RankReport()
 
     def silent(self, reports: Mapping[int, RankReport]) -> dict[int, RankReport]:
         """The reports of those ranks on this node that have given no reason."""

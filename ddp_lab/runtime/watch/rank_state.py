@@ -1,16 +1,18 @@
-"""What a rank does or did last: its step, its phase and its latest collectives; and where ranks differ in these."""
+"""What a rank does or did last, and why it ends; and where ranks differ in their latest collectives."""
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ddp_lab.collectives.calls import COMPLETED, Call, deadlock, first_difference, ranks_by_call
+from ddp_lab.runtime.errors import AgreedError, place_in_own_file, printable, traceback_of, words_of
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.watch.phases import LOOP
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank does or did last.
+    """What a rank does or did last. Without a phase, nothing is known of it.
 
     Attributes:
         step: Optimizer steps done before this one; -1 outside training.
@@ -19,21 +21,31 @@ class RankState:
         progress_s: When it last issued or completed a collective or changed its phase, in seconds since the epoch.
     """
 
-    rank: int
-    step: int
-    phase: str
-    entries: tuple[Call, ...]
-    waits_for: Call | None
-    progress_s: float
+    rank: int = -1
+    step: int = -1
+    phase: str = ""
+    entries: tuple[Call, ...] = ()
+    waits_for: Call | None = None
+    progress_s: float = 0.0
 
     @property
     def last(self) -> Call | None:
         return self.entries[-1] if self.entries else None
 
     @property
+    def awaited(self) -> Call | None:
+        """What it waits for, or else issued last."""
+        return self.waits_for or self.last
+
+    @property
+    def waits_since_s(self) -> float:
+        """When what it waits for was issued, or when it made progress last."""
+        return self.waits_for.time_s if self.waits_for else self.progress_s
+
+    @property
     def when(self) -> str:
         if self.step < 0:
-            return f"while {self.phase}"
+            return f"while {self.phase}" if self.phase else ""
         return f"in step {self.step}" + (f" during {self.phase}" if self.phase != LOOP else "")
 
     @property
@@ -49,6 +61,9 @@ class RankState:
         return f"{self.when}, {self.collective}" if self.collective else self.when
 
 
+UNKNOWN = RankState()
+
+
 @dataclass(frozen=True)
 class RankNames:
     """Ranks in messages: their numbers, on a mesh with their places: `1, 3`, or `1 (dp 0, tp 1), 3 (dp 1, tp 1)`."""
@@ -61,6 +76,75 @@ class RankNames:
 
 NUMBERS = RankNames()
 """Numbers alone."""
+
+# Why a rank ends, in its own words; `cause` finds the first cause of a run among these ------------------------------
+
+MOST_CHARACTERS = 2000
+"""Of a text: a flight recorder has little room."""
+COMMUNICATION_WORDS = ("gloo", "nccl", "processgroup", "process group", "connection", "collective", "broken pipe")
+
+
+@dataclass(frozen=True)
+class ExitReason:
+    """What a rank says when it ends.
+
+    Attributes:
+        kind: One of
+
+            - `agreed`: an error that every rank raises;
+            - `error`: an error that this rank raises for all ranks;
+            - `failed`: an exception of this rank's own;
+            - `collective`: a collective raised an exception;
+            - `timeout`: a collective waited until its timeout;
+            - `connection`: a collective lost its connection to another rank;
+            - `signal`: this rank received a signal;
+            - `orphaned`: `torchrun` has ended;
+            - `mismatch`: ranks issued different collectives;
+            - `noticed`: this rank saw that another one has ended.
+        text: The exception, the name of the signal, or where the collectives differ.
+        time_s: Seconds since the epoch.
+    """
+
+    kind: str
+    text: str
+    time_s: float
+    traceback: str | None = None
+
+    @classmethod
+    def now(cls, kind: str, text: str, trace: str | None = None) -> "ExitReason":
+        return cls(kind, printable(text[:MOST_CHARACTERS]), time.time(), trace)
+
+    @classmethod
+    def of(cls, error: BaseException, in_collective: bool) -> "ExitReason":
+        """The reason of a rank whose training thread raised `error`, perhaps while it waited for a collective."""
+        if isinstance(error, AgreedError):
+            return cls.now("error", words_of(error))
+        return cls.now(kind_of(error, in_collective), text_of(error), traceback_of(error))
+
+
+def kind_of(error: BaseException, in_collective: bool) -> str:
+    """`failed`, or `timeout`, `connection` or `collective` if communication raised the error."""
+    text = words_of(error).lower()
+    is_of_communication = isinstance(error, RuntimeError) and any(word in text for word in COMMUNICATION_WORDS)
+    if not in_collective and not is_of_communication:
+        return "failed"
+    if "timed out" in text or "timeout" in text:
+        return "timeout"
+    return "connection" if "connection" in text or "broken pipe" in text or "reset by peer" in text else "collective"
+
+
+def text_of(error: BaseException) -> str:
+    """The exception in one line. If memory ran out, the line also says what to do."""
+    lines = words_of(error).splitlines()
+    text = (f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__) + place_in_own_file(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
+        text = f"out of memory ({text}); use a smaller --global-batch-size or model, or raise --grad-accum-steps"
+    elif "too many open files" in text.lower():
+        text += "; raise ulimit -n"
+    return text
+
+
+# Where ranks differ ---------------------------------------------------------------------------------------------------
 
 ADVICE = "ranks must issue the same collectives in the same order"
 

@@ -21,13 +21,12 @@ from ddp_lab.collectives.calls import Call
 from ddp_lab.runtime.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
 from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.watch.cause import Ending, RankReport, first_cause
-from ddp_lab.runtime.watch.exit_reason import ExitReason, text_of
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
 from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers
 from ddp_lab.runtime.watch.phases import record_phases_in
 from ddp_lab.runtime.watch.processes import SignalReceiver, kills_for_memory, state_of
-from ddp_lab.runtime.watch.rank_state import NUMBERS, RankNames, RankState
+from ddp_lab.runtime.watch.rank_state import NUMBERS, ExitReason, RankNames, RankState, text_of
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 
 LOOK_EVERY_S = 0.25
@@ -168,8 +167,7 @@ class Watcher:
         rank0_reports = first is not None and first.kind == "agreed"
         if not rank0_reports and peers.is_chosen(reports):
             for rank, report in silent.items():
-                if report.state is not None:
-                    self._keep_flight(rank, report.state)
+                self._keep_flight(rank, report.state)
             self._report(ending, reports)
             peers.say_reported()
         tell_torchrun(f"error: {ending.message}", reason.time_s + 1)  # torchrun shows the earliest: the one reported
