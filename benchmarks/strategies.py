@@ -38,10 +38,10 @@ from benchmarks.variants import BARE, LOCAL, PLAIN, RUNTIME, SETTINGS, parse_var
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data.workloads import WORKLOADS
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.settings.data import WORKLOADS
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
 load_parallelize = tensor_parallel.REGISTRY.load_parallelize

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from ddp_lab.runtime.cli import exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.settings.field import argument
 from ddp_lab.strategy.options import bucket_cap
 
 LOCAL, RUNTIME = "local", "runtime"
@@ -27,7 +28,7 @@ PLAIN = (LOCAL, *BARE)
 SETTINGS: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("precision", "param_dtype", "reduce_dtype", "compress", "offload"), str),
     **dict.fromkeys(("compile", "sequence_parallel"), {"on": True, "off": False}.__getitem__),
-    **{"activation_checkpointing": str, "bucket_cap_mb": bucket_cap},
+    **{"activation_checkpointing": str, "bucket_cap_mb": argument(bucket_cap)},
     **{"pipeline_schedule": str, "stages_per_rank": int},
     "mesh": lambda text: re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(","),
 }

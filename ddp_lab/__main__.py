@@ -7,7 +7,7 @@ from itertools import groupby
 
 from ddp_lab.commands import COMMANDS, TRAIN
 from ddp_lab.runtime.cli import OneLineParser, unknown_name, versions
-from ddp_lab.runtime.process.output import guard_output
+from ddp_lab.runtime.process.environment import guard_output
 
 COMPLETION = "completion"
 SHELLS = ("bash", "zsh", "tcsh")

@@ -61,10 +61,10 @@ class DeepSpeedZero(Strategy):
     supports = Supports(
         compile=False,
         refusals=(
-            (lambda o, _: o.reduce_dtype, "--reduce-dtype: DeepSpeed reduces gradients in their own dtype here"),
-            (lambda o, _: o.activation_checkpointing != NO_RECOMPUTATION,
+            (lambda o: o.reduce_dtype, "--reduce-dtype: DeepSpeed reduces gradients in their own dtype here"),
+            (lambda o: o.activation_checkpointing != NO_RECOMPUTATION,
              "--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3"),
-            (lambda o, _: o.precision in (FP16, BF16_TRUE),
+            (lambda o: o.precision in (FP16, BF16_TRUE),
              "--precision: DeepSpeed scales losses and keeps masters by itself; take zero1, zero2 or zero3"),
         ),
     )  # fmt: skip

@@ -45,7 +45,7 @@ class Zero3(ShardedStrategy):
     """Optimizer states, gradients and parameters are sharded."""
 
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
-    supports = replace(ShardedStrategy.supports, offload=frozenset({"optimizer", "parameters"}))
+    supports = replace(ShardedStrategy.supports, offload=frozenset({"optimizer", "parameters", ":"}))
     communicates_in_forward = reduces_in_backward = reduces_every_micro_batch = True
     nonfinite_advice = "; in zero3 so is a weight that is read outside of the module that holds it"
     unit_type: type[Unit] = Unit

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.runtime.build import seed_everything
+from ddp_lab.runtime.build import learning_rates, seed_everything
 from ddp_lab.runtime.checkpoint.manifest import checkpoints_in
 from ddp_lab.runtime.checkpoint.session import Checkpoints
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import Plan, TrainingResult, Unwatched, train
-from ddp_lab.runtime.schedule import learning_rates
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.options import AUTO
 from ddp_lab.strategy.strategy import Strategy

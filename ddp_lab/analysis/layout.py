@@ -1,12 +1,15 @@
 """The layout of a run record, of the fields that are read (`docs/run-record.md` has all, and says what they are)."""
 
+import functools
+import operator
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
 
 from ddp_lab.collectives.ranks import Ranks
+from ddp_lab.runtime.config import FLAGS
 
 COMPLETED = "completed"
 Line = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
@@ -79,24 +82,15 @@ def fits_together(record: Any) -> None:
         raise ValueError(f"{empty[0]}: empty, though the run completed")
 
 
-SETTINGS = layout(
-    "Settings",
-    {Line: "workload precision", Several: "global_batch_size grad_accum_steps epochs"},
-    {  # what is off by default may be missing: the run is older than the flag
-        bool: dict.fromkeys(("no_eval", "no_profile", "tf32", "compile", "find_unused_parameters"), False),
-        Count: {"seed": 0, "warmup_steps": 0},
-        Several: {"loss_chunks": 1},
-        Several | None: or_none("max_steps sequence_length nodes lora_rank lora_alpha"),
-        Rate | None: or_none("lr clip_grad_norm loss_scale"),
-        Line: {"task": "classification", "text_column": "text", "label_column": "label", "schedule": "constant"}
-        | {"activation_checkpointing": "none", "link": "none"},
-        Line | None: or_none("model dataset profile_ranks param_dtype reduce_dtype offload compress")
-        | or_none("outer_link"),
-        Rate | Line: {"bucket_cap_mb": "auto"},
-        Sizes | None: or_none("mesh"),
-    },
-    namespace={"__post_init__": ranks_exist},
-)
+def of_flag(field: Any) -> tuple[str, Any, Any]:
+    """A flag in a record's config, which may lack it: the run is older than the flag."""
+    texts = {"mesh": Sizes, "prompt": str}
+    kinds = {str: texts.get(field.name, Line), int: Count, float: Rate}
+    types = (kinds.get(kind, kind) for kind in get_args(field.type) or (field.type,))
+    return field.name, functools.reduce(operator.or_, types), field.default
+
+
+SETTINGS = msgspec.defstruct("Settings", map(of_flag, FLAGS), namespace={"__post_init__": ranks_exist})
 TRAFFIC = layout(
     "Traffic",
     {Line: "kind", Count: "count payload_bytes"},

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from ddp_lab.families import EVERY
 from ddp_lab.runtime.cli import OneLineParser, at_least
-from ddp_lab.runtime.early import begin
-from ddp_lab.runtime.entrypoint import train_from_command_line
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.entrypoint import configured, ranks_here, train_from_command_line
 from ddp_lab.runtime.flags import build_parser as build_flags
-from ddp_lab.runtime.flags import parse_config
-from ddp_lab.runtime.process.environment import sees_gpu
+from ddp_lab.runtime.flags import gives
 from ddp_lab.runtime.process.launcher import adopt_launcher
 from ddp_lab.runtime.process.torchrun import quiet_torchrun, start_ranks
 from ddp_lab.runtime.watch.processes import Stopped
@@ -29,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    about = "processes to start on this node (default: one for each GPU; 2 without); under torchrun, torchrun says"
+    about = "processes to start on this node (default: one for each GPU, else those of --mesh, or 2)"
     parser.add_argument("--ranks", type=at_least(1), metavar="N", help=about)
 
 
@@ -43,22 +42,19 @@ def main(arguments: Sequence[str]) -> int:
     if flags and not flags[0].startswith("-"):
         flags = ["--ddp-choice", *flags]
     adopt_launcher(os.environ)
-    if not {flag.partition("=")[0] for flag in flags} & {"--ddp-choice", "--config", "--version"}:
+    if not gives(flags, "--ddp-choice", "--config", "--version"):
         finder.error("name a strategy first, as in: ddp-lab train zero3")
     if "RANK" in os.environ:
         return train_from_command_line(ABOUT, EVERY, arguments=flags, prog=PROG)
-    config = parse_config(ABOUT, EVERY, arguments=flags, prog=PROG, besides=["--ranks"])  # a mistake is answered once
-    ranks = options.ranks
-    if ranks is None and config.device != "cpu" and sees_gpu():
-        import torch  # takes seconds
 
-        ranks = torch.cuda.device_count()
-    ranks = ranks or 2
-    config = begin(config, flags, ranks)
-    flags += ["--global-batch-size", str(config.global_batch_size)]
+    def count_ranks(config: RunConfig) -> int:
+        count: int = options.ranks or ranks_here(config)
+        return count
+
+    config = configured(ABOUT, EVERY, arguments=flags, prog=PROG, count_ranks=count_ranks)
     quiet_torchrun()
     try:
-        return 0 if start_ranks(config.label, ranks, flags) else 1
+        return 0 if start_ranks(config, count_ranks(config), EVERY) else 1
     except Stopped as stopped:
         if not stopped.is_said:
             name = signal.Signals(stopped.number).name

@@ -14,13 +14,11 @@ from ddp_lab.parity.asked import Asked, asking
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error
 from ddp_lab.runtime.config import FLAGS, RunConfig
-from ddp_lab.runtime.early import require_room
+from ddp_lab.runtime.entrypoint import BATCH, ranks_here, require_room
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.flags import gives, parse_config
 from ddp_lab.runtime.mesh import Mesh
-from ddp_lab.runtime.process.environment import sees_gpu
 from ddp_lab.runtime.process.torchrun import quiet_torchrun, start_ranks
-from ddp_lab.runtime.settings.field import flag_name
 
 PROG = "ddp-lab parity"
 ORACLE = "simple_ddp"
@@ -90,13 +88,13 @@ def train_and_compare(options: argparse.Namespace, flags: Sequence[str]) -> int:
     quiet_torchrun()
     flags = ["--max-steps", str(options.steps), "--no-eval", "--no-profile", *flags]
     config = config_of([*flags, "--ddp-choice", options.choice])
+    mesh = Mesh.parse(config.mesh) if config.mesh else None
     ranks = options.ranks or ranks_here(config)
     require_room(ranks)
-    mesh = Mesh.parse(config.mesh) if config.mesh else None
     if mesh:
         mesh.require_ranks(ranks, ranks)
-    if "--global-batch-size" not in " ".join(flags):
-        config = config.but(global_batch_size=config.nearest_batch(mesh.data_size if mesh else ranks))
+    if not gives(flags, BATCH):
+        config = config.but(global_batch_size=config.nearest_batch(config.data_size(ranks)))
     if options.against:
         reference, of_reference = config_of([*flags, "--ddp-choice", options.against]), ranks
         reference = reference.but(global_batch_size=config.global_batch_size)
@@ -115,14 +113,6 @@ def train_and_compare(options: argparse.Namespace, flags: Sequence[str]) -> int:
     named = f"{options.against} on {ranks} ranks" if options.against else "one process"
     notes = [f"{config.label} on {ranks} ranks against {named}, {options.steps} steps, dropout 0"]
     return answer_of(root / "a", root / "b", root / "yardstick", root, notes)
-
-
-def ranks_here(config: RunConfig) -> int:
-    if config.device == "cpu" or not sees_gpu():
-        return Mesh.parse(config.mesh).size if config.mesh else 2
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def config_of(flags: Sequence[str]) -> RunConfig:
@@ -148,16 +138,11 @@ def train(config: RunConfig, ranks: int, folder: Path) -> None:
     Raises:
         UserError: the run failed; says with which line.
     """
-    plain, flags = RunConfig().as_dict(), list[str]()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    values = config.as_dict() | {"output_dir": str(folder)}
-    for name, value in values.items():
-        if value != plain[name] or name in ("choice", "global_batch_size"):
-            flags += [flag_name(name), *[str(value)] * (value is not True)]
     log = folder / "log"
     with output_into(log):
-        is_done = start_ranks(config.label, ranks, flags)
+        is_done = start_ranks(config.but(output_dir=str(folder)), ranks, EVERY)
     if not is_done:
         lines = log.read_text().splitlines()
         why = next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "no output")

@@ -25,7 +25,7 @@ from ddp_lab.planner.report.wording import certainty, headline, notes, runner_co
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import EXPERT, PIPELINE, TENSOR
-from ddp_lab.runtime.settings.batch import BatchSettings
+from ddp_lab.runtime.settings.data import BatchSettings
 from ddp_lab.strategy.options import AUTO
 
 WITH_DIMENSION = {

@@ -45,6 +45,7 @@ class OneLineParser(argparse.ArgumentParser):
 def exit_with_error(message: str) -> NoReturn:
     """Print `message` on standard error, once per node, and exit with code 2."""
     line = "error: " + " ".join(message.splitlines())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     if speaks := speaks_for_node():
         print(line, file=sys.stderr, flush=True)
     leave_as_one(line, 2, fails=speaks)

@@ -1,18 +1,38 @@
-"""The body of main_ddp.py, main_shard.py and main_parallel.py. What a run does is in `ddp_lab.runtime.run`."""
+"""The way in of main_ddp.py, main_shard.py, main_parallel.py and `ddp-lab train`: from a command line to settings that
+the ranks can train with, and from these to `ddp_lab.runtime.run`.
+
+Imports nothing heavy: what can be wrong is said before torch is imported, which takes seconds.
+"""
 
 import gc
 import os
+import resource
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
-from ddp_lab.runtime.early import begin
-from ddp_lab.runtime.flags import parse_config
-from ddp_lab.runtime.process.environment import prepare_process
-from ddp_lab.runtime.process.launcher import adopt_launcher
-from ddp_lab.runtime.process.output import guard_output
+from ddp_lab.runtime.cli import exit_with_error
+from ddp_lab.runtime.config import RunConfig, checkpoint_folder
+from ddp_lab.runtime.data.found import require_found
+from ddp_lab.runtime.data.workloads import resolve_workload
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.flags import gives, parse_config, with_config_file
+from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.process.environment import guard_output, prepare_process, sees_gpu
+from ddp_lab.runtime.process.launcher import adopt_launcher, require_launcher
+from ddp_lab.runtime.settings.field import AUTO
+from ddp_lab.runtime.settings.training import LATEST
 from ddp_lab.runtime.watch.phases import long_phases_said
 from ddp_lab.strategy.registry import Registry
+
+BATCH = "--global-batch-size"
+MOST_RANKS_OF_CORE = 16
+"""More are no training that anybody means."""
+OPEN_FILES, OPEN_FILES_OF_RANK = 64, 8
+"""A rank of two needs 49 to 64; for each other rank it has a few connections in each process group."""
 
 
 def train_from_command_line(
@@ -27,7 +47,11 @@ def train_from_command_line(
         guard_output(goes_on=True)
     adopt_launcher(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; the watcher answers it later
-    config = begin(parse_config(description, registry, aliases, arguments, prog), arguments)
+    return train(configured(description, registry, aliases, arguments, prog), registry)
+
+
+def train(config: RunConfig, registry: Registry) -> int:
+    """Train in this rank, with settings that are `configured`, and return the exit code."""
     prepare_process()
     gc.disable()  # until training begins: what imports make stays, and looking through it takes a sixth of their time
     with long_phases_said(config.label) if os.environ.get("RANK") == "0" else nullcontext():
@@ -39,3 +63,110 @@ def train_from_command_line(
         code = record(run)(config, registry.load, registry.load_parallelize)
         gc.unfreeze()  # or extensions say that their functions leak
     return code or 0  # torchrun shows the traceback of an unforeseen error
+
+
+def configured(
+    description: str,
+    registry: Registry,
+    aliases: Sequence[str] = (),
+    arguments: Sequence[str] | None = None,
+    prog: str | None = None,
+    count_ranks: Callable[[RunConfig], int] | None = None,
+) -> RunConfig:
+    """The settings of the command line, as the ranks can train with them, after the first line of a run. Exits with one
+    line where they cannot. If no batch is given, ranks among which the default does not divide get the nearest that
+    does.
+
+    Args:
+        description, registry, aliases, arguments, prog: As of `parse_config`.
+        count_ranks: How many ranks of this node are to be started. Default: this process is one of them.
+    """
+    config = parse_config(description, registry, aliases, arguments, prog, ["--ranks"] if count_ranks else [])
+    environ, is_started_by_us = os.environ, count_ranks is None and arguments is not None
+    try:
+        if count_ranks:
+            size = on_node = count_ranks(config)
+            require_room(size)
+        else:
+            require_launcher(environ)
+            size = int(environ["WORLD_SIZE"])
+            on_node = int(environ.get("LOCAL_WORLD_SIZE", size))
+        if config.mesh:
+            Mesh.parse(config.mesh).require_ranks(size, on_node)
+        seeing, samples = config.data_size(size), config.global_batch_size
+        if not gives(with_config_file(sys.argv[1:] if arguments is None else arguments), BATCH):
+            config = replace(config, global_batch_size=config.nearest_batch(seeing))
+        config.micro_batch_size(seeing)
+        config.require_profiled_ranks(size)
+        on_gpu = config.device != "cpu" and sees_gpu()
+        resolved = resolve_workload(config, on_gpu)
+        require_found(resolved)
+        require_origin(config)
+        require_folder(config)
+    except UserError as error:
+        exit_with_error(f"{config.label}: {error}")
+    if environ.get("RANK", "0") == "0" and not is_started_by_us:
+        who = f"{size} ranks" if size > 1 else "1 rank"
+        who += f" on {cores_here()} cores" * (size == on_node) + (" load" if size > 1 else " loads")
+        where = "GPUs" if on_gpu else "the CPU"
+        line = f"{config.label}: {who} torch, to train workload {resolved.workload} on {where}"
+        if config.global_batch_size != samples:
+            line += f"; {BATCH} is {config.global_batch_size}, since {samples} does not divide among them"
+        print(line, flush=True)
+    return config
+
+
+def ranks_here(config: RunConfig) -> int:
+    """How many ranks to start on this node where nobody says: one for each GPU, else those of the mesh, or 2."""
+    if config.device == "cpu" or not sees_gpu():
+        return Mesh.parse(config.mesh).size if config.mesh else 2
+    import torch  # takes seconds
+
+    return torch.cuda.device_count() or 2
+
+
+def require_room(ranks: int) -> None:
+    """Check that this node may have so many.
+
+    Raises:
+        UserError: it has too few cores, or a process may open too few files.
+    """
+    cores, open_files = cores_here(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if ranks > MOST_RANKS_OF_CORE * cores:
+        most = f"{MOST_RANKS_OF_CORE * cores}, {MOST_RANKS_OF_CORE} a core"
+        raise UserError(f"{ranks} ranks on {cores} cores: must be at most {most}")
+    least = OPEN_FILES + OPEN_FILES_OF_RANK * ranks
+    if open_files != resource.RLIM_INFINITY and open_files < least:
+        need = f"each of {ranks} ranks may need {least}"
+        raise UserError(f"a process may open {open_files} files, and {need}; raise ulimit -n")
+
+
+def cores_here() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def require_origin(config: RunConfig) -> None:
+    """Check that there may be a checkpoint where the run is to resume from. Whether it is whole is seen later.
+
+    Raises:
+        UserError: there is none.
+    """
+    may_have_own = config.checkpoint_every and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if config.resume in (None, AUTO) or may_have_own:
+        return
+    folder = checkpoint_folder(config) if config.resume == LATEST else Path(str(config.resume))
+    if not (folder / "manifest.json").exists() and not any(folder.glob("step_*")):
+        raise UserError(f"--resume: no checkpoint in {folder}; leave --resume out to start from the beginning")
+
+
+def require_folder(config: RunConfig) -> None:
+    """Check that the run may write where its traces go, as far as the next folder above shows.
+
+    Raises:
+        UserError: it may not.
+    """
+    folder = Path(config.output_dir).expanduser().absolute()
+    above = next(one for one in (folder, *folder.parents) if one.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"--output-dir {config.output_dir}: cannot write to {above}")

@@ -1,23 +1,20 @@
-"""The command line of all entrypoints, built from the flags of `RunConfig`."""
+"""Flags as text: the command line of all entrypoints, built from the fields of `RunConfig`, and TOML files, in which a
+key is the name of a flag without its leading dashes: `ddp-choice = "zero3"`, `max-steps = 40`, `no-profile = true`."""
 
 import argparse
 import dataclasses
 import importlib
 import sys
-import types
-import typing
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error, unknown_name, versions
 from ddp_lab.runtime.config import FLAGS, RunConfig
-from ddp_lab.runtime.data.workloads import WORKLOADS
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.process.launcher import without_local_rank
-from ddp_lab.runtime.settings.data import is_own
-from ddp_lab.runtime.settings.field import GROUPS, argument, flag_name
-from ddp_lab.runtime.settings.file import with_config_file
-from ddp_lab.strategy.options import AUTO
+from ddp_lab.runtime.settings.data import WORKLOADS
+from ddp_lab.runtime.settings.field import GROUPS, argument, flag_name, kind_of
 from ddp_lab.strategy.registry import Registry
 
 ENTRYPOINTS = {"main_ddp.py": "ddp", "main_shard.py": "sharding", "main_parallel.py": "tensor_parallel"}
@@ -56,8 +53,6 @@ def parse_config(
             parser.error(_unknown_strategy(values.choice, registry))
         if values.choice in registry.missing:
             exit_with_error(f"strategy '{values.choice}' is not installed; run: {registry.missing[values.choice]}")
-        if not (values.workload in (AUTO, *WORKLOADS) or is_own(values.workload)):
-            parser.error(unknown_name("workload", values.workload, WORKLOADS))
         return RunConfig.of(**{field.name: getattr(values, field.name) for field in FLAGS})
     except UserError as error:
         parser.error(str(error))
@@ -93,7 +88,9 @@ def build_parser(
     run = groups["run"]
     run.add_argument("--config", metavar="FILE", help="TOML file of flags; those on the command line win")
     run.add_argument("-h", "--help", action="help", help="print this and stop")
-    run.add_argument("--version", action=_Version, nargs=0, help="print the versions of this project and of torch")
+    run.add_argument(
+        "--version", action="version", version=versions(), help="print the versions of this project and of torch"
+    )
     return parser
 
 
@@ -116,7 +113,7 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", default: Any, aliases
         group.add_argument(flag, opposite, dest=field.name, action=_Switch, default=False, help=about["help"])
         return
     known = "{" + ",".join(about["choices"]) + "}" if about["choices"] else None
-    read = about["read"] or (argument(about["normal"]) if about["normal"] else _plain_type(field.type))
+    read = argument(about["normal"]) if about["normal"] else kind_of(field)
     group.add_argument(
         flag,
         *aliases,
@@ -140,21 +137,68 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, option_string == self.option_strings[0])
 
 
-class _Version(argparse.Action):
-    """Prints versions, without importing torch."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        print(versions())
-        parser.exit()
-
-
 def _listing(title: str, entries: Mapping[str, str]) -> str:
     width = max(map(len, entries), default=0)
     return "\n".join([f"{title}:"] + [f"  {name:<{width}}  {sentence}" for name, sentence in entries.items()])
 
 
-def _plain_type(annotation: object) -> type:
-    if isinstance(annotation, types.UnionType):
-        (annotation,) = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
-    assert isinstance(annotation, type)
-    return annotation
+# Files and lists of flags --------------------------------------------------------------------------------------------
+
+
+def with_config_file(arguments: Sequence[str], ignored: Collection[str] = ()) -> list[str]:
+    """`arguments`, in front of them the flags of the file that `--config` names, so that `arguments` win.
+
+    Args:
+        ignored: Keys to leave out.
+
+    Raises:
+        UserError: the file cannot be read, or has a key or a value that is not a flag's.
+    """
+    finder = OneLineParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    options, rest = finder.parse_known_args(arguments)
+    return rest if options.config is None else [*_flags_in(options.config, ignored), *rest]
+
+
+def _flags_in(path: Path, ignored: Collection[str]) -> list[str]:
+    import msgspec
+
+    from ddp_lab.untrusted import settings_in
+
+    content = settings_in(path, "--config")
+    kinds = {_key(field.name): field.type for field in FLAGS}
+    flags = []
+    for key, value in content.items():
+        if key not in kinds:
+            raise UserError(f"--config {path}: {unknown_name('key', key, kinds)}")
+        try:
+            msgspec.convert(value, kinds[key])
+        except msgspec.ValidationError as error:
+            raise UserError(f"--config {path}: {key}: {error}") from error
+        if key not in ignored and value is not False:
+            flags.append(f"--{key}" if value is True else f"--{key}={value}")
+    return flags
+
+
+def to_toml(config: RunConfig, comment: str) -> str:
+    """A file for `--config` with all settings of a run, without those that are None."""
+    import tomli_w
+
+    content = {_key(name): value for name, value in config.as_dict().items() if value is not None}
+    return f"# {comment}\n{tomli_w.dumps(content)}"
+
+
+def _key(field_name: str) -> str:
+    return flag_name(field_name).removeprefix("--")
+
+
+def to_flags(config: RunConfig) -> list[str]:
+    """The command line of a run with these settings."""
+    values = config.as_dict()
+    flags = [f"{flag_name(field.name)}={values[field.name]}" for field in FLAGS if values[field.name] != field.default]
+    return [*(flag.removesuffix("=True") for flag in flags), f"--global-batch-size={config.global_batch_size}"]
+
+
+def gives(arguments: Sequence[str], *names: str) -> bool:
+    """Whether one of these flags is among them."""
+    return any(argument.partition("=")[0] in names for argument in arguments)

@@ -17,6 +17,7 @@ from ddp_lab.runtime.build import (
     Parallelize,
     build_strategy,
     cut_over_ranks,
+    learning_rates,
     prepare_device,
     seed_everything,
 )
@@ -48,7 +49,6 @@ from ddp_lab.runtime.records.metrics import step_metrics
 from ddp_lab.runtime.records.progress import leave_config, leave_record, leave_stopped, start_line, training_progress
 from ddp_lab.runtime.records.record import gather_memory, make_run_id, make_trace_folder, package_versions
 from ddp_lab.runtime.records.run_so_far import RunSoFar, Setup
-from ddp_lab.runtime.schedule import learning_rates
 from ddp_lab.runtime.watch.phases import between_steps, start_so_far
 from ddp_lab.runtime.watch.rank_state import RankNames
 from ddp_lab.runtime.watch.watcher import watched

@@ -18,13 +18,14 @@ from typing import Any
 from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.data.found import require_found
-from ddp_lab.runtime.data.workloads import WORKLOADS, import_libraries, resolve_workload
-from ddp_lab.runtime.early import BATCH, require_room
+from ddp_lab.runtime.data.workloads import import_libraries, resolve_workload
+from ddp_lab.runtime.entrypoint import BATCH, require_room
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.flags import with_config_file
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.process.environment import sees_gpu
 from ddp_lab.runtime.process.torchrun import quiet_torchrun
-from ddp_lab.runtime.settings.file import with_config_file
+from ddp_lab.runtime.settings.data import WORKLOADS
 from ddp_lab.runtime.watch.phases import long_phases_said
 from ddp_lab.runtime.watch.processes import answer_signals
 from ddp_lab.sweep.passes import planned, train

@@ -4,7 +4,9 @@ import random
 import time
 from collections.abc import Sequence
 
+from ddp_lab.families import EVERY
 from ddp_lab.runtime.process.torchrun import start_ranks
+from ddp_lab.runtime.settings.training import LATEST
 from ddp_lab.sweep.runs import Runs
 from ddp_lab.sweep.state import SweepState
 
@@ -31,11 +33,11 @@ def train(runs: Runs, state: SweepState, plan: Sequence[tuple[str, int]], resume
             left = sum(again not in state.runs.get(one, ()) for one, again in plan[place - 1 :] if one not in failed)
             said += f", about {left * sum(seconds) / len(seconds):.0f} s to go"
         print(said, flush=True)
-        arguments = runs.arguments(label, number)
+        config = runs.config(label, number)
         if resumes and number == 1 and runs.has_begun(label):
-            arguments.append("--resume")
+            config = config.but(resume=LATEST)
         began = time.monotonic()
-        if start_ranks(label, runs.ranks, arguments):
+        if start_ranks(config, runs.ranks, EVERY):
             state.add(label, number)
             seconds.append(time.monotonic() - began)
         else:

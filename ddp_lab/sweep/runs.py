@@ -7,7 +7,7 @@ from pathlib import Path
 from ddp_lab.families import Family
 from ddp_lab.runtime.config import RunConfig, checkpoint_folder, labelled
 from ddp_lab.runtime.errors import UnsupportedError, UserError
-from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.flags import gives, parse_config
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
 from ddp_lab.sweep.meshes import mesh_flags
@@ -35,7 +35,7 @@ class Runs:
 
     def gives(self, *names: str) -> bool:
         """Whether the user has given one of these flags."""
-        return any(flag.split("=")[0] in names for flag in self.flags)
+        return gives(self.flags, *names)
 
     def names(self) -> list[str]:
         """Each choice, or labels where they tell more."""
@@ -65,11 +65,10 @@ class Runs:
             arguments += ["--checkpoint-dir", str(self.checkpoint_dir / label)]
         return arguments
 
-    def config(self, label: str) -> RunConfig:
-        """Exits with one line where the flags make no sense."""
-        return parse_config(
-            "", self.family.registry, arguments=self.arguments(label), prog="ddp-lab sweep", besides=["--passes"]
-        )
+    def config(self, label: str, number: int = 1) -> RunConfig:
+        """The settings of a choice's run in a pass. Exits with one line where the flags make no sense."""
+        arguments = self.arguments(label, number)
+        return parse_config("", self.family.registry, arguments=arguments, prog="ddp-lab sweep", besides=["--passes"])
 
     def require_fit(self) -> RunConfig:
         """Check that the batch and each mesh fit the ranks, and return the settings of the first run.
@@ -84,7 +83,7 @@ class Runs:
             mesh = Mesh.parse(config.mesh) if config.mesh else None
             if mesh is not None:
                 mesh.require_ranks(self.ranks, self.ranks)
-            config.micro_batch_size(mesh.data_size if mesh else self.ranks)
+            config.micro_batch_size(config.data_size(self.ranks))
         return configs[0]
 
     def refusal(self, label: str) -> str:

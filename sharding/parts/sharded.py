@@ -41,8 +41,7 @@ class ShardedStrategy(Strategy):
     """
 
     supports = Supports(
-        offload=frozenset({"optimizer"}),
-        offload_to_files=True,
+        offload=frozenset({"optimizer", ":"}),
         param_dtype=True,
         replicas=True,
         experts=True,

@@ -68,7 +68,7 @@ def test_models_that_are_refused(ranks: RankPool, mesh, model, message):
         ({"mesh": "ep=2,pp=2"}, "ep goes with dp and tp alone so far"),
         ({"mesh": "shard=2,ep=2"}, "ep goes with dp and tp alone so far"),
         ({"mesh": "ep=2,tp=2", "sequence_parallel": True}, "must be without ep, whose routers see all tokens"),
-        ({"mesh": "ep=2", "compress": "int8"}, "--compress: must be without ep"),
+        ({"mesh": "ep=2", "compress": "int8"}, "--compress int8: must be without ep"),
         ({"mesh": "ep=2", "loss_chunks": 2}, "must be without ep"),
         ({"mesh": "dp=2", "router_bias": 0.1}, "must be with --mesh and ep"),
         ({"mesh": "ep=2", "choice": "pytorch_tp"}, "take tp, simple_ddp, zero1, zero2 or zero3"),

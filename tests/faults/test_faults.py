@@ -161,7 +161,7 @@ def test_what_a_shell_withholds(tmp_path, shell, code, says):
 
 
 FULL = "error: cannot write to standard output: No space left on device\n"
-GOES_ON = "from ddp_lab.runtime.process.output import guard_output; guard_output(True); print(1, flush=True); print(2)"
+GOES_ON = "from ddp_lab.runtime.process.environment import guard_output as g; g(True); print(1, flush=True); print(2)"
 
 
 @each_row(

@@ -24,13 +24,13 @@ from tests.tables import each_row
     "flags, message",
     [
         ({"mesh": "dp=2", "pipeline_schedule": "gpipe"}, "must be with --mesh and pp above 1"),
-        ({"mesh": "pp=2", "pipeline_schedule": "interleaved"}, "at least 2 stages a rank"),
+        ({"mesh": "pp=2", "pipeline_schedule": "interleaved"}, "must be with --stages-per-rank of at least 2"),
         (
             {"mesh": "pp=2", "pipeline_schedule": "zb-h1", "activation_checkpointing": "block"},
-            "must be one or the other",
+            "must be without --activation-checkpointing, since a block",
         ),
         ({"mesh": "pp=2", "compile": True}, "^--compile: must be without pp"),
-        ({"mesh": "pp=2", "lora_rank": 2}, "^--lora-rank: must be without pp"),
+        ({"mesh": "pp=2", "lora_rank": 2}, "^--lora-rank 2: must be without pp"),
     ],
 )
 def test_flags(flags, message):

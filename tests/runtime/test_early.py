@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_lab.runtime.early import cores_here, require_room
+from ddp_lab.runtime.entrypoint import cores_here, require_room
 from ddp_lab.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ BEGIN = """
 import sys
 from unittest import mock
 from ddp_lab.commands import train
-with mock.patch.object(train, "start_ranks", lambda label, ranks, started: print(started[-1])):
+with mock.patch.object(train, "start_ranks", lambda config, ranks, registry: print(config.global_batch_size)):
     for ranks in "138":
         train.main(["zero3", "--device", "cpu", "--ranks", ranks])
 assert "torch" not in sys.modules

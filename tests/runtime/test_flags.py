@@ -1,7 +1,10 @@
 """Flags on the command line, in `--help` and the docs, and in a TOML file; mistakes: `tests/mistakes.toml`."""
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,9 +13,9 @@ from hypothesis import strategies as st
 import ddp
 from ddp_lab.runtime.cli import UNFIT
 from ddp_lab.runtime.config import FLAGS, RunConfig
-from ddp_lab.runtime.flags import build_parser, parse_config
-from ddp_lab.runtime.settings.field import GROUPS
-from ddp_lab.runtime.settings.file import to_toml
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.flags import build_parser, parse_config, to_flags, to_toml
+from ddp_lab.runtime.settings.field import GROUPS, kind_of
 from ddp_lab.sweep.command import parse as parse_sweep
 
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
@@ -22,21 +25,73 @@ def parsed(*arguments):
     return parse_config("", ddp.REGISTRY, arguments=arguments)
 
 
-def test_help_and_docs_have_every_flag_in_its_group():
-    """The docs say what --help says, word for word."""
-    parser = build_parser("", ddp.REGISTRY.sentences)
-    groups = [group for group in parser._action_groups if group._group_actions]
-    assert [group.title for group in groups] == list(GROUPS)
-    expected = []
-    for group in groups:
-        expected += ["", f"| {group.title} | |", "|---|---|"]
+def documented() -> list[str]:
+    """The lines of `docs/command-line.md`: what --help says, word for word, and what a run that resumes may change."""
+    resume = {field.name: field.metadata["resume"] or "" for field in FLAGS}
+    lines = []
+    for group in build_parser("", ddp.REGISTRY.sentences)._action_groups:
+        lines += ["", f"| {group.title} | | on resume |", "|---|---|---|"] * bool(group._group_actions)
         for action in group._group_actions:
             value = "" if action.nargs == 0 else f" [{action.metavar}]" if action.nargs == "?" else f" {action.metavar}"
-            expected.append(f"| `{action.option_strings[-1 if action.dest == 'help' else 0]}{value}` | {action.help} |")
-    assert "\n".join(expected) in DOCS.read_text(), "docs/command-line.md needs:\n" + "\n".join(expected)
+            name = action.option_strings[-1 if action.dest == "help" else 0] + value
+            lines.append(f"| `{name}` | {action.help} | {resume.get(action.dest, '')} |".replace("  |", " |"))
+    return lines
+
+
+def test_help_and_docs_have_every_flag_in_its_group():
+    parser, lines = build_parser("", ddp.REGISTRY.sentences), documented()
+    assert [line.split(" | ")[0][2:] for line in lines if line.endswith("on resume |")] == list(GROUPS)
+    assert "\n".join(lines) in DOCS.read_text(), "docs/command-line.md needs:\n" + "\n".join(lines)
     names = [field.name for field in FLAGS]
     assert sorted(action.dest for action in parser._actions) == sorted([*names, "config", "help", "version"])
     assert "--precision {fp32,bf16,fp16,bf16-true}" in parser.format_help()
+
+
+ADDED = """
+import sys
+from importlib.util import find_spec, module_from_spec
+
+spec = find_spec("ddp_lab.runtime.settings.training")
+module, before = module_from_spec(spec), "    tf32: bool ="
+field = "    momentum: float = _run(0.9, 'of the optimizer', needs=(given('lr'),), excludes=(SAVES,), "
+field += "affects=(LOSS,), head='Momentum is {momentum}.')\\n"
+sys.modules[spec.name] = module
+exec(spec.loader.get_source(spec.name).replace(before, field + before), module.__dict__)
+
+import msgspec, pytest
+from ddp_lab.analysis.comparison.fairness import require_comparable
+from ddp_lab.analysis.layout import SETTINGS
+from ddp_lab.analysis.report.pages.heads import labels
+from ddp_lab.runtime.checkpoint.origin import require_same_settings
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.flags import to_flags, to_toml
+from tests.runtime.checkpoint.test_files import manifest
+from tests.runtime.test_flags import documented, parsed
+from tests.traces import record
+
+assert "| `--momentum X` | of the optimizer (default: 0.9) | must equal |" in documented()
+config = parsed("--ddp-choice", "flat_ddp", "--momentum", "0.5", "--lr", "1")
+assert config.momentum == 0.5 and "--momentum=0.5" in to_flags(config) and "momentum = 0.5" in to_toml(config, "")
+runs = {name: record(name, 1.0) for name in "ab"}
+runs["b"]["config"]["momentum"] = 0.5
+for said, refused in {
+    "--momentum 0.0: must be a number above 0": lambda: config.but(momentum=0.0),
+    "--momentum 0.5: must be with --lr": lambda: config.but(lr=None),
+    "--momentum 0.5: must be without --checkpoint-every": lambda: config.but(checkpoint_every=1),
+    "momentum (0.9: a; 0.5: b); .* --allow-different momentum": lambda: require_comparable(runs),
+    "--momentum was 0.9 and is 0.5": lambda: require_same_settings(
+        msgspec.structs.replace(manifest(1), config=config.but(momentum=0.9).as_dict()), config.as_dict()
+    ),
+}.items():
+    with pytest.raises(UserError, match=said.replace("(", "[(]").replace(")", "[)]")):
+        refused()
+assert "Momentum is 0.5." in labels(runs["b"]) and msgspec.convert(runs["b"]["config"], SETTINGS).momentum == 0.5
+"""
+
+
+def test_a_flag_is_a_field():
+    """Added in one file: command line, docs, checks, files, records, checkpoints and comparisons know it."""
+    subprocess.run([sys.executable, "-c", ADDED], cwd=DOCS.parents[1], check=True, timeout=120)
 
 
 def test_names_that_would_break_a_line(capsys):
@@ -93,24 +148,31 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert changed == config.but(choice="simple_ddp", max_steps=9, no_profile=False, find_unused_parameters=False)
 
 
-positive = st.floats(1e-12, 1e6)
-CONFIGS = st.builds(
-    RunConfig.of,
-    choice=st.sampled_from(ddp.CHOICES),
-    workload=st.sampled_from(["auto", "mlp"]),
-    dataset=st.none() | st.text(st.characters(exclude_categories=UNFIT), min_size=1),
-    train_samples=st.none() | st.integers(1, 10**6),
-    lr=st.none() | positive,
-    seed=st.integers(0, 2**32 - 1),
-    bucket_cap_mb=st.just("auto") | positive,
-    compress=st.sampled_from([None, "int8"]),
-    find_unused_parameters=st.booleans(),
-    no_profile=st.booleans(),
-    resume=st.sampled_from([None, "latest", "some/folder"]),
-)
+def values_of(field):
+    """Of a flag: what the table says that tests try, or what fits its limits."""
+    about, none = field.metadata, st.none() if type(None) in get_args(field.type) else st.nothing()
+    if tried := about["trials"] or about["choices"]:
+        return st.sampled_from(tried) | none
+    by_kind = {
+        bool: st.booleans(),
+        int: st.integers(about["at_least"], 10**6),
+        float: st.floats(1e-12, 1e6),
+        str: st.text(st.characters(exclude_categories=UNFIT), min_size=1),
+    }
+    return none | by_kind[kind_of(field)]
 
 
-@given(CONFIGS)
-def test_the_file_that_a_run_leaves_gives_the_same_settings(tmp_path_factory, config):
+FEW = st.lists(st.sampled_from([field for field in FLAGS if field.name not in ("choice", "mesh")]), max_size=4)
+(MESHES,) = [field.metadata["trials"] for field in FLAGS if field.name == "mesh"]
+GIVEN = FEW.flatmap(lambda fields: st.fixed_dictionaries({field.name: values_of(field) for field in fields}))
+
+
+@given(GIVEN, st.sampled_from(MESHES))
+def test_files_and_flags_of_a_run_give_the_same_settings(tmp_path_factory, given, mesh):
+    try:
+        config = RunConfig.of(**{"choice": "flat_ddp", "mesh": mesh} | given)
+    except UserError as error:
+        assert ": must be with" in str(error) and str(error).startswith("--")
+        return
     path = written(tmp_path_factory.getbasetemp(), to_toml(config, "a comment"))
-    assert parsed("--config", path) == config
+    assert parsed("--config", path) == config == parsed(*to_flags(config))

@@ -2,9 +2,9 @@
 
 import pytest
 
+from ddp_lab.runtime.build import learning_rates
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.schedule import learning_rates
 
 
 def rates(schedule, warmup, steps):

@@ -16,9 +16,9 @@ import pytest
 import ddp
 import sharding
 from ddp_lab.runtime.config import split_label
-from ddp_lab.runtime.data.workloads import WORKLOADS
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.process.environment import OF_GPUS, scheduling
+from ddp_lab.runtime.settings.data import WORKLOADS
 from ddp_lab.sweep.state import SweepState
 from tests.in_process import compare_runs
 from tests.traces import record, write, write_run

@@ -50,9 +50,9 @@ class Sweep:
     def run(self, *arguments, train=lambda *_: True):
         self.asked = {}
 
-        def started(choice, ranks, arguments):
-            self.asked[choice] = arguments
-            return train(choice, arguments)
+        def started(config, ranks, registry):
+            self.asked[config.label] = config
+            return train(config.label, config)
 
         def reported(*_, passes):
             if self.report_problem:
@@ -88,7 +88,7 @@ def sweep(tmp_path):
 
 
 def stopped_in(last):
-    def train(choice, arguments):
+    def train(choice, config):
         if choice == last:
             raise KeyboardInterrupt
         return True
@@ -114,11 +114,11 @@ def test_passes_go_on_in_their_middle(sweep):
     sweep.passes, flags = 3, ["--checkpoint-every", "2", "--generate=3", "--lr", "0.1"]
     asked = []
 
-    def train(choice, arguments):
-        once = {"--checkpoint-every", "--generate=3"} <= {*arguments}
-        assert once != ("--no-eval" in arguments)
+    def train(choice, config):
+        once = (config.checkpoint_every, config.generate) == (2, 3)
+        assert once != config.no_eval
         asked.append((choice, once))
-        assert arguments[arguments.index("--max-steps") + 1] == "20" and "--lr" in arguments
+        assert (config.max_steps, config.lr) == (20, 0.1)
         if len(asked) == len(CHOICES) + 3:
             raise KeyboardInterrupt
         return True
@@ -143,11 +143,11 @@ def test_what_runs_and_what_does_not(sweep):
     assert sweep.run("--resume").returncode == 0 and list(sweep.asked) == [CHOICES[1]]
     sweep.of = ["ddp", "3"]
     assert sweep.run("--max-steps", "4").returncode == 0 and list(sweep.asked) == CHOICES
-    assert all(one[one.index("--global-batch-size") + 1] == "6" for one in sweep.asked.values())
+    assert {config.global_batch_size for config in sweep.asked.values()} == {6}
     sweep.of = ["sharding", "2"]
     ended = sweep.run("--offload", "optimizer")
     assert ended.returncode == 0 and list(sweep.asked) == ["zero1", "zero2", "zero3"]
-    assert "baseline: left out: --offload optimizer: this strategy" in ended.stdout
+    assert "baseline: left out: --offload optimizer: zero1, zero2 and zero3 take" in ended.stdout
     sweep.of = ["ddp", "2"]
     ended = sweep.run("--param-dtype", "bf16")
     assert ended.returncode == 1 and not sweep.asked
@@ -158,8 +158,7 @@ def test_a_link_is_not_added_where_it_cannot_pace_a_mesh(sweep):
     sweep.of = ["parallel", "2"]
     for mesh, workload, link in (("ep=2", "sample-moe", "none"), ("cp=2", "sample-lm", "2.5gbit")):
         assert sweep.run("--mesh", mesh, "--workload", workload).returncode == 0 and sweep.asked
-        for arguments in sweep.asked.values():
-            assert parse_config("", tensor_parallel.REGISTRY, (), arguments).link == link
+        assert {config.link for config in sweep.asked.values()} == {link}
 
 
 def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep):
@@ -167,7 +166,7 @@ def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep):
     for choice in CHOICES[:2]:
         (sweep.checkpoints(choice) / folder_name(2)).mkdir(parents=True)
     assert sweep.run("--checkpoint-every", "2", "--resume").returncode == 0
-    assert [choice for choice, arguments in sweep.asked.items() if "--resume" in arguments] == [CHOICES[1]]
+    assert [choice for choice, config in sweep.asked.items() if config.resume == "latest"] == [CHOICES[1]]
 
 
 @each_row(
@@ -190,8 +189,7 @@ def test_without_a_gpu_a_sweep_shows_the_physics(tmp_path, monkeypatch, gpus, fl
     assert answer.returncode == 0 and ("links: as this" if link == "none" else f"links: {link} for each rank") in first
     assert first.startswith(f"{len(sweep.asked)} choices x 1 pass = {len(sweep.asked)} runs of 40 steps, workload ")
     assert (gpus and not flags) or lines[0].startswith("warning: this machine is busy: 1000.0 threads")
-    for arguments in sweep.asked.values():
-        assert parse_config("", ddp.REGISTRY, (), arguments).link == link
+    assert {config.link for config in sweep.asked.values()} == {link}
 
 
 def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep):
@@ -199,9 +197,9 @@ def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep):
     path = sweep.folder / "run.toml"
     path.write_text('ddp-choice = "zero3"\nmax-steps = 20\nlr = 0.5\nseed = 3\n')
     assert sweep.run("--config", str(path), "--seed", "4").returncode == 0
-    (config,) = {replace(parse_config("", ddp.REGISTRY, (), run), choice="") for run in sweep.asked.values()}
+    (config,) = {replace(config, choice="") for config in sweep.asked.values()}
     assert (config.max_steps, config.lr, config.seed, config.output_dir) == (20, 0.5, 4, str(sweep.folder))
-    assert [run[run.index("--ddp-choice") + 1] for run in sweep.asked.values()] == CHOICES
+    assert list(sweep.asked) == CHOICES
 
 
 # Over meshes ---------------------------------------------------------------------------------------------------------
@@ -231,13 +229,12 @@ def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep):
     assert mesh_sweep.run("--lr", "0.1", "--resume").returncode == 0
     assert list(mesh_sweep.asked) == ON_FOUR[ON_FOUR.index("zero3@dp2-tp2-sp") :]
     assert mesh_sweep.run("--lr", "0.1").returncode == 0 and list(mesh_sweep.asked) == ON_FOUR
-    for label, arguments in mesh_sweep.asked.items():
-        config = parse_config("", tensor_parallel.REGISTRY, (), arguments)
-        assert config.label == label and (config.workload, config.lr) == ("sample-lm", 0.1)
+    for config in mesh_sweep.asked.values():
+        assert (config.workload, config.lr) == ("sample-lm", 0.1)
     own = ["--task", "causal-lm", "--model", "M", "--dataset", "D"]
     for flags, workload in ((["--workload", "mlp"], "mlp"), (own, "auto")):
         mesh_sweep.run(*flags, train=stopped_in(ON_FOUR[0]))
-        assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]]).workload == workload
+        assert mesh_sweep.asked[ON_FOUR[0]].workload == workload
 
 
 def test_a_sweep_on_a_shared_gpu_leaves_out_meshes_that_hang(mesh_sweep):
@@ -293,10 +290,12 @@ def test_a_sweep_over_one_mesh_runs_every_choice(tmp_path, mesh, left_out):
 SWEEP = """
 import os, signal, socket, sys, time
 from torch import distributed
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import tell_torchrun
 from ddp_lab.runtime.process import torchrun
 
-def rank(how):
+def rank(config, registry):
+    how = config.dataset
     if how == "is killed" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "is blamed":
@@ -322,7 +321,7 @@ def rank(how):
 torchrun.sees_gpu = lambda: False
 torchrun.forked_rank = rank
 for how in sys.argv[1:]:
-    print(how, torchrun.start_ranks("flat_ddp", 2, [how]), file=sys.stderr, flush=True)
+    print(how, torchrun.start_ranks(RunConfig(choice="flat_ddp", dataset=how), 2, None), file=sys.stderr, flush=True)
 assert distributed.TCPStore.__name__ == "TCPStore"
 """
 
@@ -353,9 +352,8 @@ def test_sweeps_over_one_mesh_in_each_schedule_never_share_a_folder(mesh_sweep):
     ):  # fmt: skip
         mesh_sweep.run("--mesh", "pp=4", "--link", "none", "--pipeline-schedule", schedule, "--stages-per-rank", stages)
         assert f"zero3@pp4{behind}" in mesh_sweep.asked
-        for label, arguments in mesh_sweep.asked.items():
+        for label, config in mesh_sweep.asked.items():
             assert LABEL.fullmatch(label) and mesh_setting(label) == f"pp4{behind}"
-            config = parse_config("", tensor_parallel.REGISTRY, (), arguments)
             by_label = parse_config(
                 "", tensor_parallel.REGISTRY, (), ["--ddp-choice", "tp", *mesh_flags(mesh_setting(label))]
             )

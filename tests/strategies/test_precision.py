@@ -120,5 +120,5 @@ def fp16(choice: str, module):
 
 def test_what_fp16_cannot_is_refused(ranks: RankPool):
     check_messages(ranks, 2, refusals)
-    with pytest.raises(UserError, match="with --precision fp16: must be one or the other"):
+    with pytest.raises(UserError, match="--compress int8: must be without --precision fp16, since an overflow"):
         StrategyOptions(precision="fp16", compress="int8")

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_lab.runtime.build import learning_rates
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.loop import Plan, Unwatched, train
-from ddp_lab.runtime.schedule import learning_rates
 from ddp_lab.strategy.batches import StepData
 from tests.checkpoints import fingerprints, train_to
 from tests.models import build

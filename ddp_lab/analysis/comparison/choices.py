@@ -13,7 +13,7 @@ from rich.table import Table
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS
 from ddp_lab.analysis.command import report_folder, report_on_window
 from ddp_lab.analysis.comparison.compare import REFERENCE, latest_record
-from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, field_of, require_comparable
+from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, require_comparable
 from ddp_lab.analysis.comparison.timing import passes_of, with_passes
 from ddp_lab.analysis.comparison.traced import Traced, keep
 from ddp_lab.analysis.mesh import mesh_of
@@ -75,9 +75,9 @@ def report_on_choices(
     }
     if not records:
         raise UserError("no run record of any choice to compare; train first")
-    allowed, class_field = set(allowed), field_of(BACKEND_CLASS)
-    differences = require_comparable(records, allowed | {class_field})
-    if class_field not in allowed:  # runs over different classes stand in one table, but are not compared
+    allowed = set(allowed)
+    differences = require_comparable(records, allowed | {BACKEND_CLASS})
+    if BACKEND_CLASS not in allowed:  # runs over different classes stand in one table, but are not compared
         differences = [difference for difference in differences if difference.name != BACKEND_CLASS]
     traced: dict[str, Traced] = {}
     incomplete: list[str] = []

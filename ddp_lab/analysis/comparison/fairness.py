@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ddp_lab.runtime.config import FLAGS
 from ddp_lab.runtime.errors import UserError
-
-TIME, MEMORY, TRAFFIC, LOSS, TRACES = "step times", "memory", "traffic", "losses", "figures of traces"
+from ddp_lab.runtime.settings.field import EVERYTHING, LOSS, TIME, TRACES, TRAFFIC, flag_name
 
 
 class Setting(NamedTuple):
@@ -35,22 +35,19 @@ class Difference(NamedTuple):
         return "; ".join(f"{value}: {', '.join(names)}" for value, names in self.values.items())
 
 
-def of_config(name: str, otherwise: str | None = None) -> Callable[[dict[str, Any]], Any]:
-    """Reads a flag; `otherwise` is what it means without the flag."""
-    return lambda record: record["config"].get(name) or otherwise
+def of_flag(field: Any) -> Setting:
+    """A flag, with its default where a record is older than it."""
+    shown = {None: "not given", False: "off", True: "on"}
+
+    def value_of(record: dict[str, Any]) -> Any:
+        value = record["config"].get(field.name, field.default)
+        return shown[value] if value is None or isinstance(value, bool) else value
+
+    return Setting(value_of, field.metadata["affects"])
 
 
 def of_versions(package: str) -> Callable[[dict[str, Any]], Any]:
     return lambda record: record.get("versions", {}).get(package)
-
-
-def of_link(record: dict[str, Any]) -> str:
-    """How fast each link was: paced by `--link`, or the machine's own."""
-    paced = record["config"].get("link", "none")
-    if paced == "none":
-        return "not paced"
-    outer, nodes = record["config"].get("outer_link"), record["config"].get("nodes")
-    return f"{paced}{f', {outer} between {nodes} nodes' if outer else ''}, paced"
 
 
 def class_of(record: dict[str, Any]) -> str:
@@ -58,71 +55,32 @@ def class_of(record: dict[str, Any]) -> str:
     return ", ".join(filter(None, (record["backend_class"], record.get("gpu_sharing"))))
 
 
-LINK = "link"
+LINKS = ("link", "outer-link", "nodes")
 """Runs over different links are never compared: the link decides which choice is fast."""
-BACKEND_CLASS = "backend class"
+BACKEND_CLASS = "backend-class"
 """With how ranks share GPUs (`class_of`). DDP's step takes another time with each of torch's NCCL classes
 (docs/cuda.md)."""
-EVERYTHING = (TIME, MEMORY, TRAFFIC, LOSS)
 PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
 """Packages that take part in training."""
 SETTINGS = {
-    "task": Setting(of_config("task"), EVERYTHING),
-    "workload": Setting(of_config("workload"), EVERYTHING),
-    "model": Setting(of_config("model", "the workload's"), EVERYTHING),
+    **{flag_name(field.name)[2:]: of_flag(field) for field in FLAGS if field.metadata["affects"]},
     "parameters": Setting(lambda record: record.get("parameters"), EVERYTHING),
-    "dataset": Setting(of_config("dataset", "the workload's"), (TIME, LOSS)),
-    "text column": Setting(of_config("text_column"), (TIME, LOSS)),
-    "label column": Setting(of_config("label_column", "label"), (LOSS,)),
-    "sequence length": Setting(of_config("sequence_length", "the workload's"), (TIME, MEMORY, LOSS)),
-    "lora rank": Setting(of_config("lora_rank", "none"), EVERYTHING),
-    "lora alpha": Setting(of_config("lora_alpha", "twice the rank"), (LOSS,)),
-    "training samples": Setting(lambda record: record.get("train_samples"), (LOSS,)),
-    "held-out samples": Setting(lambda record: record.get("eval_samples"), (LOSS,)),
-    "precision": Setting(of_config("precision"), EVERYTHING),
-    "activation checkpointing": Setting(of_config("activation_checkpointing", "none"), (TIME, MEMORY)),
-    "loss chunks": Setting(lambda record: record["config"].get("loss_chunks", 1), (TIME, MEMORY)),
-    "first loss scale": Setting(of_config("loss_scale", "65536 in fp16"), (LOSS,)),
-    "parameter dtype": Setting(of_config("param_dtype", "the model's"), EVERYTHING),
-    "reduction dtype": Setting(of_config("reduce_dtype", "by default"), EVERYTHING),
-    "offload": Setting(lambda record: (record["config"].get("offload") or "none").partition(":")[0], (TIME, MEMORY)),
-    "matrix products": Setting(lambda record: "TF32" if record["config"].get("tf32") else "as stored", (TIME, LOSS)),
-    "compiled blocks": Setting(lambda record: "yes" if record["config"].get("compile") else "no", (TIME, MEMORY, LOSS)),
-    "global batch size": Setting(of_config("global_batch_size"), (TIME, MEMORY, LOSS)),
-    "accumulated micro-batches": Setting(of_config("grad_accum_steps"), (TIME, MEMORY, TRAFFIC)),
+    "training-samples": Setting(lambda record: record.get("train_samples"), (LOSS,)),
+    "held-out-samples": Setting(lambda record: record.get("eval_samples"), (LOSS,)),
     "optimizer": Setting(lambda record: record.get("optimizer", "not recorded"), EVERYTHING),
-    "learning rate": Setting(of_config("lr"), (LOSS,)),
-    "learning-rate schedule": Setting(of_config("schedule", "constant"), (LOSS,)),
-    "warm-up steps": Setting(lambda record: record["config"].get("warmup_steps", 0), (LOSS,)),
-    "gradient norm": Setting(of_config("clip_grad_norm", "not clipped"), (TIME, TRAFFIC, LOSS)),
-    "bucket size": Setting(of_config("bucket_cap_mb"), (TIME, MEMORY, TRAFFIC)),
-    "gradient compression": Setting(of_config("compress", "none"), EVERYTHING),
-    "router scores": Setting(of_config("router_scores", "softmax"), (LOSS,)),
-    "router bias": Setting(of_config("router_bias", "none"), (TIME, TRAFFIC, LOSS)),
-    LINK: Setting(of_link, (TIME,)),
-    "search for unused parameters": Setting(of_config("find_unused_parameters", "off"), (TIME,)),
-    "optimizer steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),
-    "seed": Setting(lambda record: record["config"].get("seed"), (LOSS,)),
+    "optimizer-steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),
     "ranks": Setting(lambda record: record["world_size"], EVERYTHING),
-    "profiled ranks": Setting(of_config("profile_ranks", "all"), (TRACES,)),
     "device": Setting(lambda record: record.get("device_name"), (TIME,)),
     "backend": Setting(lambda record: record["backend"], (TIME, TRAFFIC)),
     BACKEND_CLASS: Setting(class_of, (TIME,)),
-    "nccl version": Setting(of_versions("nccl"), (TIME,)),
+    "nccl-version": Setting(of_versions("nccl"), (TIME,)),
     "host": Setting(lambda record: record.get("host"), (TIME,)),
     "threads": Setting(lambda record: record.get("threads"), (TIME,)),
     "scheduling": Setting(lambda record: record.get("scheduling") or "other", (TIME,)),
-    **{f"{package} version": Setting(of_versions(package), EVERYTHING) for package in PACKAGES},
+    **{f"{package}-version": Setting(of_versions(package), EVERYTHING) for package in PACKAGES},
 }
-"""By name: where a run record has it, and which figures it affects."""
-
-
-def field_of(name: str) -> str:
-    """The setting's name on the command line: `learning rate` -> `learning-rate`."""
-    return name.replace(" ", "-")
-
-
-FIELDS = tuple(field_of(name) for name in SETTINGS if name != LINK)
+"""By name, a flag's without its dashes: where a run record has it, and which figures it affects."""
+FIELDS = tuple(name for name in SETTINGS if name not in LINKS)
 """Those in which a user may allow a difference."""
 
 
@@ -148,9 +106,9 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
     """
     found = differences(records)
     may_differ = set(allowed) & set(FIELDS)
-    refused = [difference for difference in found if field_of(difference.name) not in may_differ]
+    refused = [difference for difference in found if difference.name not in may_differ]
     if refused:
-        flags = [f"--allow-different {field_of(found.name)}" for found in refused if found.name != LINK]
+        flags = [f"--allow-different {found.name}" for found in refused if found.name not in LINKS]
         way_out = f", or give {' '.join(flags)}" if len(flags) == len(refused) else ""
         raise UserError(
             f"these runs cannot be compared: they differ in {', '.join(map(str, refused))}; train them alike{way_out}"

@@ -16,68 +16,11 @@ from ddp_lab.runtime.checkpoint.manifest import (
     read_manifest,
     several,
 )
-from ddp_lab.runtime.config import RunConfig, checkpoint_folder
+from ddp_lab.runtime.config import FLAGS, RunConfig, checkpoint_folder
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0
-from ddp_lab.runtime.settings.checkpoints import LATEST
-from ddp_lab.runtime.settings.field import flag_name
-from ddp_lab.strategy.options import AUTO
-
-MUST_EQUAL = (
-    "task",
-    "workload",
-    "model",
-    "dataset",
-    "text_column",
-    "label_column",
-    "sequence_length",
-    "lora_rank",
-    "lora_alpha",
-    "train_samples",
-    "global_batch_size",
-    "lr",
-    "schedule",
-    "warmup_steps",
-    "clip_grad_norm",
-    "seed",
-    "precision",
-    "loss_scale",
-    "param_dtype",
-    "reduce_dtype",
-    "compress",
-    "router_scores",
-    "router_bias",
-    "depth",
-    "width",
-)
-"""Settings that decide the results of the next steps. They must be the same in the run that resumes."""
-MAY_DIFFER = (
-    "choice",
-    "grad_accum_steps",
-    "epochs",
-    "max_steps",
-    "bucket_cap_mb",
-    "activation_checkpointing",
-    "loss_chunks",
-    "offload",
-    "find_unused_parameters",
-    "compile",
-    "device",
-    "backend",
-    "share_gpu",
-    "link",
-    "outer_link",
-    "nodes",
-    "tf32",
-    "mesh",
-    "sequence_parallel",
-    "pipeline_schedule",
-    "stages_per_rank",
-    "pipeline_split",
-    "context_parallel",
-    "plan",
-)
-"""Settings that decide how steps are computed, or how many. The run record lists those that have changed."""
+from ddp_lab.runtime.settings.field import AUTO, MAY_DIFFER, MUST_EQUAL, flag_name
+from ddp_lab.runtime.settings.training import LATEST
 
 
 @dataclass(frozen=True)
@@ -187,15 +130,20 @@ def has_manifest(path: Path) -> bool:
     return True
 
 
+def flags_that(resume: str) -> list[str]:
+    """The names of those whose values `MUST_EQUAL` or `MAY_DIFFER`."""
+    return [field.name for field in FLAGS if field.metadata["resume"] == resume]
+
+
 def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None:
-    """Check that the settings in `MUST_EQUAL` are those of the checkpoint.
+    """Check that the settings that decide results (`MUST_EQUAL`) are those of the checkpoint.
 
     Raises:
         UserError: names each that differs, with both values.
     """
     different = [
         f"{flag_name(name)} was {manifest.config.get(name)} and is {config[name]}"
-        for name in MUST_EQUAL
+        for name in flags_that(MUST_EQUAL)
         if manifest.config.get(name, config[name]) != config[name]  # an earlier version may not know the setting
     ]
     if different:
@@ -203,9 +151,9 @@ def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None
 
 
 def changed_settings(manifest: Manifest, config: Mapping[str, Any], world_size: int) -> dict[str, list[Any]]:
-    """Which settings in `MAY_DIFFER` have changed, and whether the number of ranks has: [then, now]."""
+    """Which settings have changed that decide only how steps are computed, with the number of ranks: [then, now]."""
     then, now = manifest.config | {"world_size": manifest.world_size}, {**config, "world_size": world_size}
-    return {n: [then.get(n), now.get(n)] for n in (*MAY_DIFFER, "world_size") if then.get(n) != now.get(n)}
+    return {n: [then.get(n), now.get(n)] for n in (*flags_that(MAY_DIFFER), "world_size") if then.get(n) != now.get(n)}
 
 
 def require_same_model(manifest: Manifest, here: Manifest) -> None:

@@ -7,28 +7,11 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.found import require_found
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import CAUSAL_LM, is_own
-from ddp_lab.runtime.settings.field import flag_name
-from ddp_lab.strategy.options import AUTO
+from ddp_lab.runtime.settings.field import AUTO, flag_name
 
 if TYPE_CHECKING:
     from ddp_lab.runtime.data.workload import Workload
 
-WORKLOADS = {
-    "sample": "13 M-parameter Llama classifier, random weights, on built-in reviews; no download",
-    "digits": "small CNN with BatchNorm on scikit-learn's 1797 images of digits; no download, the first to try",
-    "sample-lm": "1.9 M-parameter Llama language model, random weights, on built-in prose; no download",
-    "sample-moe": "the same with 8 experts a layer instead of its MLP, of which each token gets 2: 4.7 M parameters",
-    "hub": "--model and --dataset, for --task classification or causal-lm",
-    "yelp": "SmolLM2-360M-Instruct on Yelp reviews from the hub, or --model and --dataset",
-    "smollm2-360m": "SmolLM2-360M's architecture, random weights, on built-in reviews; no download",
-    "mlp": "--depth bias-free linear + ReLU layers of --width features on synthetic regression data",
-    "transformer-small": "d_model/d_ff/layers/heads 768/3072/12/12, random tokens",
-    "transformer-medium": "d_model/d_ff/layers/heads 1024/4096/24/16, random tokens",
-    "transformer-large": "d_model/d_ff/layers/heads 1280/5120/36/20, random tokens",
-    "transformer-xl": "d_model/d_ff/layers/heads 1600/6400/48/25, random tokens",
-    "transformer-2.7b": "d_model/d_ff/layers/heads 2560/10240/32/32, random tokens",
-}
-"""By name, a sentence for `--help`, in display order."""
 BUILT_IN_LANGUAGE = ("sample-lm", "sample-moe")
 
 

@@ -8,12 +8,14 @@ import sys
 import tempfile
 import traceback
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.flags import to_flags
 from ddp_lab.runtime.process.environment import quiet_libraries, sees_gpu
 from ddp_lab.runtime.watch.phases import during, long_phases_said, record_phases_in
 from ddp_lab.runtime.watch.processes import STOPPING, Stopped, answer_signals, raise_stopped, require_not_stopped
+from ddp_lab.strategy.registry import Registry
 
 QUIET = quiet_libraries() | {
     "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
@@ -30,21 +32,20 @@ def quiet_torchrun() -> None:
     answer_signals(raise_stopped)
 
 
-def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
-    """Run `ddp-lab train` on so many ranks, under the agent of `torchrun` in this process; False if it failed, after
-    one line that says why.
+def start_ranks(config: RunConfig, ranks: int, registry: Registry) -> bool:
+    """Train on so many ranks, under the agent of `torchrun` in this process; False if it failed, after one line that
+    says why.
 
     Ranks without a GPU are forked: they need not import torch, which takes most of a start. A forked process cannot use
-    CUDA if its parent has.
+    CUDA if its parent has, so ranks with a GPU are processes of `ddp-lab train`.
 
     Args:
-        label: Of the run, for that line.
-        flags: Of the command line.
+        config: As the ranks can train with it (`ddp_lab.runtime.entrypoint.configured`).
 
     Raises:
         Stopped: a signal has ended it; says whether a rank has said so.
     """
-    forks = not sees_gpu()
+    forks, label = not sees_gpu(), config.label
     with long_phases_said(label), during("starting the ranks"):  # which say what they import
         from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,7 +59,7 @@ def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
     logging.disable(logging.ERROR)  # torchrun logs that a rank failed, but not why
     try:
         with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, stores_on_loopback():
-            config = LaunchConfig(
+            launch = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
                 nproc_per_node=ranks,
@@ -71,9 +72,11 @@ def start_ranks(label: str, ranks: int, flags: Sequence[str]) -> bool:
                 local_addr=LOOPBACK,
                 signals_to_handle=",".join(number.name for number in STOPPING),
             )
-            command = ["-u", "-m", "ddp_lab", "train", *flags]
             try:
-                elastic_launch(config, forked_rank if forks else sys.executable)(*(flags if forks else command))
+                if forks:
+                    elastic_launch(launch, forked_rank)(config, registry)
+                else:
+                    elastic_launch(launch, sys.executable)("-u", "-m", "ddp_lab", "train", *to_flags(config))
             except ChildFailedError as error:
                 rank, failure = error.get_first_failure()
                 if isinstance(failure.message, dict):  # the rank has left an error file
@@ -107,14 +110,14 @@ def is_said(log_dir: str) -> bool:
     return any('"message": "error: ' in file.read_text() for file in files)
 
 
-def forked_rank(*flags: str) -> None:
+def forked_rank(config: RunConfig, registry: Registry) -> None:
     """What a forked rank does. Leaves the process with an exit code unless that is 0."""
-    from ddp_lab.__main__ import main
+    from ddp_lab.runtime.entrypoint import train
 
     answer_signals(signal.SIG_DFL)  # the parent's handlers are inherited
     record_phases_in(None)
     try:
-        code = main(["train", *flags])
+        code = train(config, registry)
     except Exception:
         traceback.print_exc()
         code = 1

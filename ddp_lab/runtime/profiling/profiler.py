@@ -9,7 +9,6 @@ import gzip
 import os
 import shutil
 import sys
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +70,7 @@ class WindowProfiler:
         )
         self._slows_any, self._enabled = not config.no_profile, config.profiles(ranks.rank)
         self._step = 0
-        self._keeps_windows, self._most, self._written = True, config.keep_windows, deque[Path]()
+        self._keeps_windows = True
         self.write_problem: str | None = None
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
         self._profile = QuietProfile(
@@ -116,9 +115,6 @@ class WindowProfiler:
         with phase("writing a trace", in_profile=False):
             try:
                 write_trace(profiler, path)
-                self._written.append(path)
-                if self._most and len(self._written) > self._most:
-                    self._written.popleft().unlink(missing_ok=True)
             except (OSError, EOFError) as error:  # the run continues, and fails at its end
                 is_first, reason = self.write_problem is None, getattr(error, "strerror", None) or error
                 self.write_problem = f"cannot write {path}: {reason}"

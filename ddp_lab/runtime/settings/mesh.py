@@ -3,14 +3,45 @@
 from dataclasses import dataclass
 from functools import partial
 
-from ddp_lab.runtime.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, Mesh
-from ddp_lab.runtime.settings.field import flag
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, Mesh
+from ddp_lab.runtime.settings.field import (
+    LOSS,
+    MAY_DIFFER,
+    MUST_EQUAL,
+    TIME,
+    TRAFFIC,
+    Condition,
+    flag,
+    given,
+    has_value,
+)
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1 = PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
-ZIGZAG = "zigzag"
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
-CONTEXT_PARALLEL = (RING := "ring", ZIGZAG, ULYSSES := "ulysses", PYTORCH := "pytorch_cp")
-_mesh = partial(flag, "mesh")
+RING, ZIGZAG, ULYSSES, PYTORCH = CONTEXT_PARALLEL = ("ring", "zigzag", "ulysses", "pytorch_cp")
+
+
+def degree_of(mesh: str | None, dimension: str) -> int:
+    """Ranks of a mesh along a dimension; 1 without it."""
+    return Mesh.parse(mesh).degree(dimension) if mesh else 1
+
+
+def above_one(*dimensions: str) -> Condition:
+    """One of these dimensions of the mesh has several ranks."""
+    text = f"{' or '.join(dimensions)} above 1"
+    return Condition(text, ("mesh",), lambda mesh: any(degree_of(mesh, name) > 1 for name in dimensions))
+
+
+def has_experts(mesh: str | None) -> bool:
+    """Whether a mesh says over which ranks experts are cut, perhaps over one."""
+    return bool(mesh) and EXPERT in Mesh.parse(str(mesh)).degrees
+
+
+TENSOR_PARTS, STAGES, TOKEN_PARTS = (above_one(dimension) for dimension in (TENSOR, PIPELINE, CONTEXT))
+EXPERTS = Condition("ep", ("mesh",), has_experts)
+
+_mesh = partial(flag, "mesh", resume=MAY_DIFFER)
 
 
 def canonical_mesh(text: str) -> str:
@@ -18,7 +49,10 @@ def canonical_mesh(text: str) -> str:
     Raises:
         UserError: it is no mesh.
     """
-    return str(Mesh.parse(text))
+    mesh = Mesh.parse(text)
+    if EXPERT in mesh.degrees and not mesh.degrees.keys() <= {DATA, EXPERT, TENSOR}:
+        raise UserError(f"--mesh {text}: ep goes with dp and tp alone so far; leave out the other dimensions, or ep")
+    return str(mesh)
 
 
 @dataclass(frozen=True)
@@ -31,25 +65,39 @@ class MeshSettings:
         "default: all ranks see different samples)",
         normal=canonical_mesh,
         metavar="DIMENSION=RANKS,...",
+        trials=(None, "dp=2,tp=2", "pp=2", "dp=2,ep=2", "cp=2", "replicate=2,shard=2"),
     )
     sequence_parallel: bool = _mesh(
-        False, "with tp, each rank also keeps only its part of the tokens between attention and MLP"
+        False,
+        "with tp, each rank also keeps only its part of the tokens between attention and MLP",
+        needs=(TENSOR_PARTS,),
+        excludes=(EXPERTS.because("whose routers see all tokens of a rank"),),
     )
     pipeline_schedule: str = _mesh(
         ONE_F_ONE_B,
         "with pp, in which order each rank runs forward and backward of micro-batches, which are --grad-accum-steps "
         "(docs/how-it-works/pipeline_parallel.md)",
         choices=PIPELINE_SCHEDULES,
+        needs=(
+            STAGES,
+            Condition("--stages-per-rank of at least 2", ("stages_per_rank",), lambda n: n > 1, of=(INTERLEAVED,)),
+        ),
+        excludes=(
+            given("activation_checkpointing").because(
+                "since a block that is computed again in backward makes all its gradients at once", of=(ZB_H1,)
+            ),
+        ),
     )
     stages_per_rank: int = _mesh(
         1,
         "with --pipeline-schedule interleaved, and then at least 2: into how many stages a rank's part is cut",
-        at_least=1,
+        needs=(has_value("pipeline_schedule", INTERLEAVED),),
     )
     pipeline_split: str | None = _mesh(
         None,
         "with pp, the number of blocks in each stage (default: cut so that stages cost the same)",
         metavar="N,N,...",
+        needs=(STAGES,),
     )
     context_parallel: str = _mesh(
         ZIGZAG,
@@ -57,22 +105,30 @@ class MeshSettings:
         "ranks compute equally much, or tokens are exchanged for heads, or by PyTorch's own ring "
         "(docs/how-it-works/context_parallel.md)",
         choices=CONTEXT_PARALLEL,
+        needs=(TOKEN_PARTS,),
     )
     router_scores: str = _mesh(
         SOFTMAX,
         "with ep, what routers make of logits: their softmax, or the sigmoid of each over the sum of all",
         choices=(SOFTMAX, SIGMOID),
+        needs=(EXPERTS,),
+        resume=MUST_EQUAL,
+        affects=(LOSS,),
     )
     router_bias: float | None = _mesh(
         None,
         "with ep, keep the load of experts even by biases that move by so much in a step, instead of by a term of the "
         "loss (docs/how-it-works/expert_parallel.md; default: as the model has it)",
-        above_zero=True,
+        needs=(EXPERTS,),
+        resume=MUST_EQUAL,
+        affects=(TIME, TRAFFIC, LOSS),
     )
     plan: str | None = _mesh(
         None,
         "TOML file: with tp which module is cut how, for models that have no plan here; with pp which modules are in "
         "each stage (docs/how-it-works/pipeline_parallel.md)",
+        needs=(above_one(TENSOR, PIPELINE),),
+        excludes=(given("pipeline_split"),),
     )
 
     @property
@@ -93,13 +149,12 @@ class MeshSettings:
     @property
     def has_experts(self) -> bool:
         """Whether the mesh says over which ranks experts are cut, perhaps over one."""
-        return bool(self.mesh) and EXPERT in Mesh.parse(str(self.mesh)).degrees
-
-    @property
-    def fits_link(self) -> bool:
-        """Whether `--link` can pace all that the mesh sends: not all-to-alls of parts of different sizes."""
-        return self.degree(EXPERT) == 1 and self.context_parallel != PYTORCH
+        return has_experts(self.mesh)
 
     def degree(self, dimension: str) -> int:
         """Of the mesh along a dimension; 1 without it."""
-        return Mesh.parse(self.mesh).degree(dimension) if self.mesh else 1
+        return degree_of(self.mesh, dimension)
+
+    def data_size(self, world_size: int) -> int:
+        """How many of so many ranks see different samples."""
+        return Mesh.parse(self.mesh).data_size if self.mesh else world_size

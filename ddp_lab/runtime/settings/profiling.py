@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from ddp_lab.collectives.ranks import Ranks
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.settings.field import flag, flag_name
+from ddp_lab.runtime.settings.field import TRACES, flag, flag_name
 
 _profiling = partial(flag, "profiling")
 
@@ -38,13 +38,16 @@ class ProfilingSettings:
     profile_warmup: int = _profiling(
         1, "optimizer steps for which the profiler runs but discards its events", at_least=0
     )
-    profile_active: int = _profiling(3, "optimizer steps in each profile window", at_least=1)
-    profile_repeat: int = _profiling(1, "number of profile windows", at_least=1)
-    keep_windows: int | None = _profiling(
-        None, "keep only the traces of so many of the run's newest profile windows (default: all)", at_least=1
-    )
+    profile_active: int = _profiling(3, "optimizer steps in each profile window")
+    profile_repeat: int = _profiling(1, "number of profile windows")
     profile_ranks: str | None = _profiling(
-        None, "profile these ranks only, such as 0,1,8 or 0-3 (default: all)", normal=known_ranks
+        None,
+        "profile these ranks only, such as 0,1,8 or 0-3 (default: all)",
+        normal=known_ranks,
+        affects=(TRACES,),
+        head="Profiled ranks: {profile_ranks}, of {world_size} in all. Figures of traces are theirs, and it is unknown "
+        "for which rank a collective waited, and how fast it was.",
+        trials=(None, "0-3,8"),
     )
 
     def profiles(self, rank: int) -> bool:
@@ -97,7 +100,7 @@ class ProfilingSettings:
             shorter |= {"profile_wait": wait, "profile_warmup": warmup, "profile_active": active}
         instead = " ".join(f"{flag_name(name)} {value}" for name, value in shorter.items())
         said = f"{steps} steps, and the profile would end after {needed}: so {instead}"
-        return replace(self, keep_windows=self.keep_windows if repeat > 1 else None, **shorter), said
+        return replace(self, **shorter), said
 
     def steps_before_profile(self, settling_steps: int) -> int:
         """Optimizer steps before the schedule begins, so that the strategy has settled before the first window."""

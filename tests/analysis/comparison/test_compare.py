@@ -204,9 +204,9 @@ def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one, other):
 
 DIFFERENT = {
     "precision": ({"config": {"precision": "bf16"}}, "precision (fp32: a; bf16: b)"),
-    "paced link": ({"config": {"link": "1gbit,50us"}}, "link (not paced: a; 1gbit,50us, paced: b); train them alike"),
-    "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
-    "backend class": ({"backend_class": "X"}, "backend class (ProcessGroupGloo: a; X: b)"),
+    "paced link": ({"config": {"link": "1gbit,50us"}}, "link (none: a; 1gbit,50us: b); train them alike"),
+    "torch": ({"versions": {"torch": "2.16"}}, "torch-version (2.15: a; 2.16: b)"),
+    "backend class": ({"backend_class": "X"}, "backend-class (ProcessGroupGloo: a; X: b)"),
     "shared GPU": (SHARED, "(ProcessGroupGloo: a; ProcessGroupGloo, 2 ranks a GPU, in turns: b)"),
     "two": (
         {"world_size": 3, "config": {"precision": "bf16"}},
@@ -232,12 +232,12 @@ def test_what_may_differ_is_named_and_says_what_does_not_compare():
     first, second = record("a", 1.0), record("b", 1.0)
     second["config"]["lr"], second["device_name"] = 0.2, "other"
     with pytest.raises(UserError, match=r"differ in device \(cpu: a; other: b\); .* --allow-different device$"):
-        require_comparable({"a": first, "b": second}, ["learning-rate"])
-    found = require_comparable({"a": first, "b": second}, ["learning-rate", "device"])
-    assert [str(difference) for difference in found] == ["learning rate (0.1: a; 0.2: b)", "device (cpu: a; other: b)"]
+        require_comparable({"a": first, "b": second}, ["lr"])
+    found = require_comparable({"a": first, "b": second}, ["lr", "device"])
+    assert [str(difference) for difference in found] == ["lr (0.1: a; 0.2: b)", "device (cpu: a; other: b)"]
     assert affected(found) == ["step times", "losses"] and affected(found[:1]) == ["losses"]
     second["config"]["link"] = "1gbit"
-    with pytest.raises(UserError, match=r"link \(not paced: a; 1gbit, paced: b\); train them alike$"):
+    with pytest.raises(UserError, match=r"link \(none: a; 1gbit: b\); train them alike$"):
         require_comparable({"a": first, "b": second}, [*FIELDS, "link"])
 
 

@@ -70,17 +70,6 @@ def test_every_field_of_the_manifest_is_documented():
     fields |= {f"cuts.*.{field.name}" for field in dataclasses.fields(Cut)}
     fields |= {f"files.*.{name}" for name in content["files"]["rank_0.safetensors"]}
     assert set(documented) == fields and MANIFEST in text
-    from ddp_lab.runtime.checkpoint.origin import MAY_DIFFER, MUST_EQUAL
-    from ddp_lab.runtime.config import FLAGS
-    from ddp_lab.runtime.settings.field import flag_name
-
-    no_effect = re.compile(
-        r"profile_|no_profile|no_eval|checkpoint_|keep_|resume|timeout|streaming|eval_|generate|prompt|output|log_"
-    )
-    for name in (field.name for field in FLAGS):
-        assert (name in MUST_EQUAL) + (name in MAY_DIFFER) + bool(no_effect.match(name)) == 1, name
-    for name in (*MUST_EQUAL, *MAY_DIFFER):
-        assert f"`{flag_name(name).replace('--choice', '--ddp-choice')}`" in text, name
 
 
 # Killed ranks --------------------------------------------------------------------------------------------------------

@@ -98,8 +98,8 @@ def test_steps_in_which_a_strategy_settles_are_not_profiled(tmp_path, wait, sett
     [
         ({}, 3, 0, (0, 1, 2, 1)),
         ({}, 7, 5, (4, 1, 2, 1)),
-        ({"profile_repeat": 3, "keep_windows": 2}, 17, 0, (4, 1, 3, 2)),
-        ({"profile_repeat": 3, "keep_windows": 2}, 9, 0, (4, 1, 3, 1)),
+        ({"profile_repeat": 3}, 17, 0, (4, 1, 3, 2)),
+        ({"profile_repeat": 3}, 9, 0, (4, 1, 3, 1)),
         ({}, 0, 0, None),
     ],
 )
@@ -111,16 +111,3 @@ def test_windows_shrink_to_the_run(given, steps, settling, expected):
         return
     one = config.profile_wait, config.profile_warmup, config.profile_active, config.profile_repeat
     assert one == expected and config.profile_steps(settling) <= steps and f"--profile-repeat {one[-1]}" in said
-    assert config.keep_windows == (given.get("keep_windows") if one[-1] > 1 else None)
-
-
-@each_row("keep, expected", [(None, [2, 4, 6]), (2, [4, 6]), (9, [2, 4, 6])])
-def test_the_newest_windows_are_kept(tmp_path, keep, expected):
-    """After a new one is written, and without those of other runs."""
-    (tmp_path / "earlier.step2.pt.trace.json.gz").touch()
-    config = RunConfig(profile_wait=0, profile_warmup=1, profile_active=1, profile_repeat=3, keep_windows=keep)
-    ranks = Ranks(0, 1, torch.device("cpu"), "gloo")
-    with WindowProfiler(config, tmp_path, "run", ranks, lambda: None) as profiler:
-        for _ in range(6):
-            profiler.step()
-    assert steps_of_traces(tmp_path) == expected and len(list(tmp_path.iterdir())) == len(expected) + 1

@@ -11,7 +11,7 @@ import pandas as pd
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, Column, kinds_run
 from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, comparison, standings, unsteady
 from ddp_lab.analysis.comparison.conclusion import Verdict, fastest, leanest, verdict
-from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Difference, affected, by_class, class_of
+from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, TIME, Difference, affected, by_class, class_of
 from ddp_lab.analysis.comparison.timing import work_of
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.files import write_csv
@@ -25,6 +25,7 @@ from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.report.pages.opening import opening
 from ddp_lab.collectives.kinds import LABELS
 from ddp_lab.runtime.errors import listed
+from ddp_lab.runtime.settings.field import MEMORY
 
 HOW_TESTED = (
     "The unit is a run, since steps of one run share what the next run has otherwise. Step k of every choice trains on "

@@ -5,46 +5,22 @@ from typing import Any
 
 from ddp_lab.analysis.comparison.fairness import Difference, affected
 from ddp_lab.record_format import SHARED_GPU
+from ddp_lab.runtime.config import FLAGS
+from ddp_lab.runtime.settings.field import is_given
 
 
 def labels(record: dict[str, Any] | None) -> list[str]:
     """Sentences on settings that change what is compared, and on what the run decided; none for an ordinary run."""
     if record is None:
         return []
-    config, lines = record["config"], []
+    config, lines = {field.name: field.default for field in FLAGS} | record["config"], []
     if record.get("gpu_sharing"):
         lines.append(f"{record['gpu_sharing']}: {SHARED_GPU}.")
-    if config.get("compress"):
-        lines.append(
-            f"Gradients are compressed ({config['compress']}): what is reduced is rounded, so this is not the same "
-            "training as without compression, and its times and bytes cannot be compared with it."
-        )
-    if config.get("precision") == "bf16-true":
-        lines.append(
-            "Parameters, gradients and optimizer states are in bf16. This is lossy: an update below half a unit in the "
-            "last place of a weight is lost."
-        )
-    elif config.get("param_dtype"):
-        lines.append(
-            f"Parameters are gathered and computed with in {config['param_dtype']}, and updated in their own dtype: "
-            "activations and gradients are rounded, and losses differ from those of fp32."
-        )
-    if config.get("reduce_dtype") == "bf16":
-        lines.append("Gradients are rounded to bf16 before they are added up over ranks.")
-    if config.get("compile"):
-        lines.append("Blocks of the model were compiled with torch.compile.")
-    if config.get("profile_ranks"):
-        lines.append(
-            f"Profiled ranks: {config['profile_ranks']}, of {record['world_size']} in all. Figures of traces are "
-            "theirs, and it is unknown for which rank a collective waited, and how fast it was."
-        )
-    if config.get("link", "none") != "none":
-        nodes = config.get("nodes")
-        between = f", and one of {config['outer_link']} between {nodes} nodes (--outer-link)" if nodes else ""
-        lines.append(
-            f"Every rank had a link of {config['link']} (--link){between}: a collective ended no earlier than such "
-            "links could have delivered it."
-        )
+    for field in FLAGS:
+        head, value = field.metadata["head"], config[field.name]
+        text = head if isinstance(head, str) else head.get(value, "")
+        if text and is_given(value):
+            lines.append(text.format(**config, world_size=record["world_size"]))
     return lines + [f"{record['choice']}: {note}." for note in record.get("notes", [])]
 
 
