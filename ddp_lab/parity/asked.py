@@ -1,4 +1,5 @@
-"""How `ddp-lab parity` asks the runs that it starts to record themselves: by an environment variable."""
+"""How `ddp-lab parity` asks the runs that it starts to record themselves: by environment variables, of which `HOOK`
+names what a run calls with its strategy."""
 
 import os
 from collections.abc import Iterator
@@ -6,6 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from ddp_lab.strategy.registry import HOOK
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,17 +34,17 @@ class Asked(msgspec.Struct, frozen=True):
 @contextmanager
 def asking(asked: Asked) -> Iterator[None]:
     """Ranks that start within this context record themselves."""
-    os.environ[VARIABLE] = msgspec.json.encode(asked).decode()
+    variables = {VARIABLE: msgspec.json.encode(asked).decode(), HOOK: "ddp_lab.parity.asked:record"}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        del os.environ[VARIABLE]
+        for name in variables:
+            del os.environ[name]
 
 
-def record_if_asked(strategy: "Strategy") -> None:
+def record(strategy: "Strategy") -> None:
     """Record the next steps without dropout, which no two runs would draw alike."""
-    if VARIABLE not in os.environ:
-        return
     from ddp_lab.parity.recorder import watch
 
     asked = msgspec.json.decode(os.environ[VARIABLE], type=Asked)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 
-from ddp_lab.parity.asked import record_if_asked
 from ddp_lab.runtime.build import (
     OPTIMIZER,
     Parallelize,
@@ -54,7 +53,7 @@ from ddp_lab.runtime.watch.rank_state import RankNames
 from ddp_lab.runtime.watch.watcher import watched
 from ddp_lab.strategy.account import ModelSize
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.registry import refuse_tensor_parallelism
+from ddp_lab.strategy.registry import HOOK, found_at, refuse_tensor_parallelism
 from ddp_lab.strategy.strategy import Strategy
 
 
@@ -143,7 +142,8 @@ def train_and_record(
     # Strategy
     strategy = build_strategy(config, workload, ranks, strategy_class, model_parallel=model_parallel)
     strategy.wants_to_stop = so_far.stop_request
-    record_if_asked(strategy)
+    if HOOK in os.environ:
+        found_at(os.environ[HOOK])(strategy)
     so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload, flops))
     seed_everything(config.seed, ranks.drawing_rank)  # but dropout of its own
 

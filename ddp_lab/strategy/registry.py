@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from ddp_lab.strategy.model_parallel import ModelParallel
     from ddp_lab.strategy.strategy import Strategy
 
+HOOK = "DDP_LAB_HOOK"
+"""Names a function, `package.module:function`, that a run calls with its strategy before it trains."""
+
 
 class Registry:
     """Names in display order, each with where its class is and a sentence on what it does.
