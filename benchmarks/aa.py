@@ -27,7 +27,7 @@ from ddp_lab.analysis.comparison.timing import timed_steps_ms, without_core
 from ddp_lab.analysis.metrics.significance import LEVEL
 from ddp_lab.analysis.record import read_record
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error
+from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error
 
 GROUP = 3
 """Runs a side, beside single ones."""
@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         "--runs", type=at_least(2 * GROUP), default=10, help="how many (default: 10, which are 45 pairs)"
     )
     parser.add_argument("--slower", type=at_least(0, float), default=8, metavar="PERCENT", help="planted (default: 8)")
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    add_csv(parser)
     return parser.parse_known_args(arguments)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import ddp_lab
-from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error
+from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import add_flags
@@ -142,7 +142,7 @@ def main() -> int:
         "--slow", type=at_least(1, float), default=1.0, help="how slow the second stage is (default: 1)"
     )
     add_flags(parser, ("link",))
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    add_csv(parser)
     options = parser.parse_args()
     import pandas as pd
 

@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.rounds import time_rounds
 from context_parallel.attention import Context
 from context_parallel.ulysses import require_heads
-from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error
+from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--heads", type=at_least(1), default=4, help=f"of {FEATURES} features each (default: 4)")
     parser.add_argument("--rounds", type=at_least(1), default=15, help="in which all run in turn (default: 15)")
     add_flags(parser, ("device",))
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    add_csv(parser)
     options = parser.parse_args()
     from ddp_lab.runtime.distributed import joined_ranks
     from ddp_lab.runtime.process.environment import silence_libraries
@@ -110,7 +110,6 @@ def main() -> int:
             if ranks.is_main:
                 print(table.to_string(index=False, float_format="{:.1f}".format))
                 if options.csv:
-                    options.csv.parent.mkdir(parents=True, exist_ok=True)
                     table.to_csv(options.csv, index=False)
     except (UserError, OSError) as error:
         exit_with_error(str(error))

@@ -34,7 +34,7 @@ from benchmarks.rounds import time_rounds
 from benchmarks.runners import make_runner
 from benchmarks.strategies import ALONE, NAMES, load_strategy
 from benchmarks.variants import LOCAL, parse_variant
-from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error
+from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.synthetic import SyntheticSamples
 from ddp_lab.runtime.data.workload import Workload
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--choices", required=True, help="comma-separated, as those of benchmarks/strategies.py")
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
     parser.add_argument("--rounds", type=at_least(1), default=40, help="timed rounds of three steps")
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    add_csv(parser)
     options = parser.parse_args(arguments)
     wanted = [options.against, *options.choices.split(","), *ALONE]
     options.variants = {text: parse_variant(text, NAMES) for text in wanted}

@@ -16,7 +16,6 @@ settings: `pytorch_ddp:bucket_cap_mb=1`.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -36,7 +35,7 @@ import sharding
 import tensor_parallel
 from benchmarks.variants import BARE, LOCAL, PLAIN, RUNTIME, SETTINGS, parse_variant
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error, unknown_name
+from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import add_flags
@@ -68,7 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(0), default=20, help="timed rounds; 0 measures memory only")
     parser.add_argument("--workload", default="sample", help=f"one of {', '.join(WORKLOADS)}")
     add_flags(parser, AS_THE_RUNNERS, grad_accum_steps=1, depth=40, width=4096)
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    add_csv(parser)
     options = parser.parse_args(arguments)
     link = Link.parse(options.link)
     options.link_rate = link.bits_per_s if link else None
@@ -81,8 +80,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             options.variants[name]["precision"] = options.variants[options.against].get("precision", "fp32")
     if options.workload not in WORKLOADS:
         exit_with_error(unknown_name("workload", options.workload, WORKLOADS))
-    if options.csv and not (options.csv.parent.is_dir() and os.access(options.csv.parent, os.W_OK)):
-        exit_with_error(f"--csv {options.csv}: its folder does not exist or cannot be written to")
     return options
 
 

@@ -2,9 +2,11 @@
 
 import argparse
 import difflib
+import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -63,6 +65,20 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     return f"unknown {what} '{name}'; {hint}"
+
+
+def add_csv(parser: argparse.ArgumentParser) -> None:
+    """The flag of a benchmark for a file of its table, whose folder is made."""
+
+    def new_file(text: str) -> Path:
+        path = Path(text)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise argparse.ArgumentTypeError(f"{text}: cannot write to its folder; give another")
+        return path
+
+    parser.add_argument("--csv", type=new_file, metavar="FILE", help="also write the table here")
 
 
 def ascii_number(kind: Callable[[str], Number]) -> Callable[[str], Number]:

@@ -26,6 +26,10 @@ def measured(choices: str, against: str = "pytorch_ddp") -> pd.DataFrame:
         return table
 
 
+def test_the_folder_of_a_table_is_made(tmp_path):
+    assert parse(["--choices", "zero1", "--csv", str(tmp_path / "new" / "times.csv")]).csv.parent.is_dir()
+
+
 def test_choices_run_in_alternation(ranks: RankPool):
     choices = ["pytorch_ddp", "bare_loop", "zero3:bucket_cap_mb=1", "pytorch_zero1"]
     for table in ranks.run(2, measured, ",".join(choices)):

@@ -13,7 +13,7 @@ from rich.table import Table
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS
 from ddp_lab.analysis.command import report_folder, report_on_window
 from ddp_lab.analysis.comparison.compare import REFERENCE, latest_record
-from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, require_comparable
+from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, require_comparable, with_one_link
 from ddp_lab.analysis.comparison.timing import passes_of, with_passes
 from ddp_lab.analysis.comparison.traced import Traced, keep
 from ddp_lab.analysis.mesh import mesh_of
@@ -75,6 +75,8 @@ def report_on_choices(
     }
     if not records:
         raise UserError("no run record of any choice to compare; train first")
+    records, others = with_one_link(records)
+    print(others + "\n" * bool(others), end="", flush=True)
     allowed = set(allowed)
     differences = require_comparable(records, allowed | {BACKEND_CLASS})
     if BACKEND_CLASS not in allowed:  # runs over different classes stand in one table, but are not compared

@@ -1,5 +1,6 @@
 """The settings in which compared runs must agree, so that a difference of figures has one cause."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -114,6 +115,18 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
             f"these runs cannot be compared: they differ in {', '.join(map(str, refused))}; train them alike{way_out}"
         )
     return found
+
+
+def with_one_link(records: Mapping[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], str]:
+    """The runs over the links that most of them have, and what to say of the others; all, where no links are most."""
+    links = {name: [SETTINGS[flag].value_of(record) for flag in LINKS] for name, record in records.items()}
+    ways = Counter(tuple(link) for link in links.values()).most_common(2)
+    if len(ways) < 2 or ways[0][1] == ways[1][1]:
+        return dict(records), ""
+    most = [*ways[0][0]]
+    others = [f"{name} (--link {link[0]})" for name, link in links.items() if link != most]
+    line = f"left out, since their links are not those of the other runs (--link {most[0]}): {', '.join(others)}"
+    return {name: record for name, record in records.items() if links[name] == most}, line
 
 
 def by_class(records: Mapping[str, dict[str, Any]], across: bool = False) -> list[dict[str, dict[str, Any]]]:

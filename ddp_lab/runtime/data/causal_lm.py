@@ -21,6 +21,7 @@ from ddp_lab.runtime.data.workload import Language, Workload
 from ddp_lab.runtime.distributed import node_leader_first
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
+from ddp_lab.runtime.settings.data import SAMPLE_EXPERTS
 from ddp_lab.runtime.watch.phases import BUILDING, during
 from ddp_lab.strategy.batches import IGNORED
 
@@ -86,7 +87,7 @@ def sample_model(config: RunConfig) -> nn.Module:
     }
     if config.workload != "sample-moe":
         return LlamaForCausalLM(LlamaConfig(intermediate_size=704, **both))
-    both |= {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    both |= {"num_local_experts": SAMPLE_EXPERTS, "num_experts_per_tok": 2, "num_key_value_heads": 4}
     both |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
     return MixtralForCausalLM(MixtralConfig(intermediate_size=320, **both))
 

@@ -5,6 +5,7 @@ from functools import partial
 
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import EXPERT
 from ddp_lab.runtime.settings.field import (
     AUTO,
     EVERYTHING,
@@ -14,10 +15,11 @@ from ddp_lab.runtime.settings.field import (
     MUST_EQUAL,
     TIME,
     TRAFFIC,
+    Condition,
     flag,
     given,
 )
-from ddp_lab.runtime.settings.mesh import EXPERTS, STAGES, TENSOR_PARTS
+from ddp_lab.runtime.settings.mesh import EXPERTS, STAGES, TENSOR_PARTS, degree_of
 
 CLASSIFICATION, CAUSAL_LM = TASKS = ("classification", "causal-lm")
 WORKLOADS = {
@@ -36,6 +38,14 @@ WORKLOADS = {
     "transformer-2.7b": "d_model/d_ff/layers/heads 2560/10240/32/32, random tokens",
 }
 """By name, a sentence for `--help`, in display order."""
+SAMPLE_EXPERTS = 8
+"""In a layer of workload sample-moe."""
+UNEVEN_EXPERTS = Condition(
+    f"an ep that does not divide its {SAMPLE_EXPERTS} experts",
+    ("mesh",),
+    lambda mesh: SAMPLE_EXPERTS % degree_of(mesh, EXPERT) > 0,
+    of=("sample-moe",),
+)
 
 _data = partial(flag, "model and data", resume=MUST_EQUAL)
 _batch = partial(flag, "batch", resume=MAY_DIFFER)
@@ -69,6 +79,7 @@ class DataSettings:
         "with --model or --dataset, else 'sample-lm' with --task causal-lm, 'yelp' with CUDA and 'sample' without",
         normal=known_workload,
         metavar="NAME",
+        excludes=(UNEVEN_EXPERTS,),
         affects=EVERYTHING,
         trials=("auto", "mlp", "mine.py:build"),
     )

@@ -8,7 +8,7 @@ import pytest
 
 from ddp_lab.analysis.comparison.compare import comparison, standings, unsteady
 from ddp_lab.analysis.comparison.conclusion import fastest, leanest, verdict
-from ddp_lab.analysis.comparison.fairness import FIELDS, affected, require_comparable
+from ddp_lab.analysis.comparison.fairness import FIELDS, affected, require_comparable, with_one_link
 from ddp_lab.analysis.comparison.timing import with_passes
 from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
@@ -225,6 +225,18 @@ def test_runs_that_differ_stand_in_no_table(case):
     with pytest.raises(UserError) as caught:
         require_comparable({"a": first, "b": other})
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_over_another_link_is_told_apart():
+    """One that was trained beside a sweep. Of two runs, neither is the odd one."""
+    runs = {name: record(name, 1.0) for name in "abc"}
+    for name in "ac":
+        runs[name]["config"]["link"] = "1gbit"
+    kept, line = with_one_link(runs)
+    assert list(kept) == ["a", "c"]
+    assert line == "left out, since their links are not those of the other runs (--link 1gbit): b (--link none)"
+    del runs["c"]
+    assert with_one_link(runs) == (runs, "") and with_one_link({}) == ({}, "")
 
 
 def test_what_may_differ_is_named_and_says_what_does_not_compare():
