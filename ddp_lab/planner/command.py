@@ -4,7 +4,6 @@
     ddp-lab plan search --model SmolLM2-360M --gpus 8xH100 --global-batch-size 512    # which batch, recomputation, mesh
     ddp-lab plan memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
     ddp-lab plan measure --output card.toml                               # what this device reaches, for --gpus
-    ddp-lab plan --check published                                        # plans beside steps that others measured
 
 `ddp-lab plan COMMAND --help` lists the flags of a command.
 Exit code 0: done. 2: the command line makes no sense, or what it names cannot be used; one line on standard error says
@@ -43,8 +42,6 @@ def main(arguments: Sequence[str]) -> int:
     command, rest = DEFAULT, list(arguments)
     if rest and not rest[0].startswith("-"):
         command = rest.pop(0)
-    elif any(one.partition("=")[0] == "--check" for one in rest):
-        command = "check"
     if command not in COMMANDS:
         OneLineParser("ddp-lab plan").error(unknown_name("command", command, COMMANDS))
     parser = build_parser(command)

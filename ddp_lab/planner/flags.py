@@ -120,13 +120,6 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=(*PRECISIONS, "mixed"), default="fp32", help=precisions)
 
 
-def add_check_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--check", required=True, metavar="TABLE", help="published, or a TOML file of measured steps like it")
-    add("--rows", metavar="NAMES", help="only these rows of it, with commas between (default: all)")
-    add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
-
-
 def add_measure_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="file to write: TOML for plan --gpus 2xFILE")
 
@@ -136,7 +129,6 @@ COMMANDS = {
     "search": (add_search_flags, "ddp_lab.planner.search_command"),
     "memory": (add_memory_flags, "ddp_lab.planner.memory_command"),
     "measure": (add_measure_flags, "ddp_lab.planner.measure_command"),
-    "check": (add_check_flags, "ddp_lab.planner.check_command"),
 }
 """For each command what makes its flags, and the module whose `run` does it, which is imported only then."""
 
