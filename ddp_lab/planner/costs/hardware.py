@@ -16,7 +16,6 @@ from ddp_lab.planner.costs.cluster import Attention, Cluster, Device, Host, Link
 from ddp_lab.planner.costs.entries import found, known, table
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import Link as Speed
-from ddp_lab.runtime.link.speed import rate_of
 
 CPU = "cpu"
 
@@ -72,10 +71,9 @@ def link(name: str) -> Link:
     count, _, single = name.partition("x") if re.match(r"[0-9]{1,9}x", name) else ("1", "", name)
     if int(count) < 1:
         raise UserError(f"link '{name}': the number of links must be at least 1")
-    if re.match(r"[0-9.]+\s*[kmgt]?bit", single, re.IGNORECASE):
+    if re.fullmatch(r"[0-9.]+\s*[kmgt]?bit", single, re.IGNORECASE) and (speed := Speed.parse(single)):
         entry = table()["ethernet"]
-        bits = rate_of(single.lower())
-        key, bytes_per_s = str(Speed(bits)), bits / 8
+        key, bytes_per_s = str(speed), speed.bits_per_s / 8
     else:
         key = known(single, table()["links"], "link", ["1gbit"])
         entry = table()["links"][key]

@@ -11,6 +11,7 @@ NONE = "none"
 UNITS = {"tbit": 10**12, "gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 """Decimal units, as in `tc` and for network hardware."""
 SECONDS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}
+LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt]?bit)(?:,([0-9]+(?:\.[0-9]+)?)(us|ms|s))?")
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,14 @@ class Link:
         """
         if text.lower() == NONE:
             return None
-        rate, comma, latency = text.lower().partition(",")
-        bits_per_s = rate_of(rate)
-        parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", latency if comma else "0s")
-        if parts is None:
+        parts = LINK.fullmatch(text.lower())
+        bits_per_s = int(Decimal(parts[1]) * UNITS[parts[2]]) if parts else 0
+        if parts is None or not bits_per_s:
             raise UserError(
-                f"link '{text}': give a rate, and after a comma a latency if it has one, such as 1gbit or "
-                f"250mbit,50us; or {NONE}"
+                f"link '{text}': give a rate above 0 with its unit, and after a comma a latency if it has one, such as "
+                f"1gbit or 250mbit,50us; or {NONE}"
             )
-        return cls(bits_per_s, float(Decimal(parts[1]) * SECONDS[parts[2]]))
+        return cls(bits_per_s, float(Decimal(parts[3] or 0) * SECONDS[parts[4] or "s"]))
 
     def __str__(self) -> str:
         whole, scale = next((unit, scale) for unit, scale in UNITS.items() if self.bits_per_s >= scale)
@@ -82,19 +82,6 @@ class Nodes:
     def are_between(self, one: int, other: int) -> bool:
         """Whether these two ranks are on different nodes."""
         return one // self.size != other // self.size
-
-
-def rate_of(text: str) -> int:
-    """Bits a second of `250mbit`, `1gbit` or `2.5gbit`.
-
-    Raises:
-        UserError: the text is no rate.
-    """
-    parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgt]?bit)", text)
-    bits = int(Decimal(parts[1]) * UNITS[parts[2]]) if parts else 0
-    if not bits:
-        raise UserError(f"rate '{text}': give a number above 0 with its unit, e.g. 250mbit or 1gbit, or {NONE}")
-    return bits
 
 
 def canonical(text: str) -> str:
