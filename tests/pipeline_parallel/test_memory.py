@@ -12,8 +12,8 @@ from ddp_lab.strategy.strategy import Strategy
 from pipeline_parallel.actions import Action, Kind, Shape
 from pipeline_parallel.channels import Channel
 from pipeline_parallel.checks import lists_of
+from pipeline_parallel.runner import Walk
 from pipeline_parallel.schedules import SCHEDULES
-from pipeline_parallel.walk import Walk
 from tests.models import make_batch
 from tests.parity import in_stages, strategy_of
 from tests.pipeline_parallel.test_schedules import most_in_flight

@@ -75,7 +75,7 @@ def test_no_race_and_no_host_wait_in_a_pipeline(case):
 
 def test_a_message_of_unknown_form_is_a_wait_of_the_host():
     """Its receiver must be told of it first, which is so in the first step alone."""
-    with mock.patch("pipeline_parallel.walk.form_of", lambda *_: object()):
+    with mock.patch("pipeline_parallel.runner.form_of", lambda *_: object()):
         seen = checked("tp", "lm, long", 2, schedule="1f1b")
     assert not seen.races and sum(seen.host_waits.values()) == 2 * STEPS
     assert all(at.startswith("pipeline_parallel/channels.py") for at in seen.host_waits)
