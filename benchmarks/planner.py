@@ -11,10 +11,9 @@ import msgspec
 
 from ddp_lab import planner
 from ddp_lab.planner.command import build_parser
-from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.meshes import required
-from ddp_lab.planner.plan import Case, outcome
-from ddp_lab.planner.plan_command import case_of
+from ddp_lab.planner.plan import case_of
+from ddp_lab.planner.search import outcome
+from ddp_lab.planner.space import Case, required
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error, unknown_name
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted, settings_in
@@ -52,24 +51,23 @@ def read(path: Path) -> Mapping[str, Measured]:
     return rows
 
 
-def task_of(row: Measured) -> tuple[Case, str]:
-    """What a row describes, and its choice.
+def case_in(row: Measured) -> Case:
+    """What a row describes.
 
     Raises:
         UserError: it makes no sense.
     """
     options, unknown = build_parser().parse_known_args(shlex.split(row.plan))
-    if unknown or not options.choices or "," in options.choices:
+    if unknown or not options.gpus or not options.choices or "," in options.choices:
         raise UserError(f"plan = '{row.plan}': give flags of ddp-lab plan, and one of --choices")
-    case = required(case_of(options))
-    return replace(case, costs=costs_of(case.cluster, compiles=True)) if row.compiled else case, options.choices
+    return required(replace(case_of(options).but(choice=options.choices), is_fused=row.compiled))
 
 
 def checked(name: str, row: Measured) -> tuple[str, float | None]:
     """A line on a row, and the error of the planned rate as a part of the measured one; None if it cannot be
     planned."""
     try:
-        planned = outcome(*task_of(row))
+        planned = outcome(case_in(row))
     except UserError as error:
         return f"{name}: {error}", None
     except SystemExit:  # its parser has said why
@@ -78,11 +76,12 @@ def checked(name: str, row: Measured) -> tuple[str, float | None]:
         return f"{name}: {planned.reason}", None
     case, step_s = planned.case, planned.simulated.step_time_s
     tokens = case.config.global_batch_size * case.sequence_length / case.cluster.world_size
-    measured_s, error = tokens / row.tokens_per_s_gpu, tokens / step_s / row.tokens_per_s_gpu - 1
+    measured_s = tokens / row.tokens_per_s_gpu
+    off = measured_s / step_s - 1
     cluster, model = case.cluster, case.model.name.rpartition("/")[2]
     devices = f"{cluster.nodes}x{cluster.ranks_per_node}x{cluster.device.name}".removeprefix("1x")
     rates = f"{row.tokens_per_s_gpu:10,.0f} {tokens / step_s:10,.0f} {1e3 * measured_s:10,.1f} {1e3 * step_s:10,.1f}"
-    return f"{name:8} {model:20} {devices:22} {planned.name:22} {rates} {error:+8.1%}", error
+    return f"{name:8} {model:20} {devices:22} {case.name:22} {rates} {off:+8.1%}", off
 
 
 def main() -> int:
@@ -103,12 +102,12 @@ def main() -> int:
     print(f"{'row':8} {'model':20} {'devices':22} {'choice':22}", *heads, f"{'error':>8}")
     errors: dict[str, float] = {}
     for name in names:
-        line, error = checked(name, rows[name])
+        line, off = checked(name, rows[name])
         print(line, flush=True)
-        errors |= {} if error is None else {name: error}
+        errors |= {} if off is None else {name: off}
     if errors:
         worst = max(errors, key=lambda name: abs(errors[name]))
-        close, why = sum(abs(error) <= CLOSE for error in errors.values()), rows[worst].differs
+        close, why = sum(abs(off) <= CLOSE for off in errors.values()), rows[worst].differs
         mean = f"Mean error {fmean(map(abs, errors.values())):.1%}; {close} of {len(errors)}"
         print(f"\n{mean} ({close / len(errors):.0%}) within {CLOSE:.0%}.")
         print(f"Worst: {worst}, {errors[worst]:+.1%}{f': {why}' if why else ''}")

@@ -1,13 +1,11 @@
 """Plans of steps that are made up."""
 
-from unittest import mock
-
 from ddp_lab.planner import models
-from ddp_lab.planner.contracts import Costs, MemoryCurve, Simulated
+from ddp_lab.planner.contracts import MemoryCurve, Simulated
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.plan import Case, Outcome
 from ddp_lab.planner.rates import Price
-from ddp_lab.planner.report.table import Plan
+from ddp_lab.planner.search import Outcome
+from ddp_lab.planner.space import Case
 from ddp_lab.runtime.config import RunConfig
 
 GIB = 2**30
@@ -23,18 +21,15 @@ def simulation(step_ms, exposed_ms, peak_gib):
     return Simulated(step, busy, half + exposed, exposed, curve, {})
 
 
-COSTS = Costs(mock.Mock(), mock.Mock(), 1.0, compute_error=0.2, sources=("from nowhere.",))
-
-
-def case(gpus="2xL4", batch=8, price=None, tokens=None):
+def case(gpus="2xL4", batch=8, price=None, tokens=None, **settings):
     between = "ndr" if gpus.count("x") > 1 else None
     cluster = hardware.cluster(gpus, "pcie4", between)
-    config = RunConfig(global_batch_size=batch)
+    config = RunConfig.of(global_batch_size=batch, **settings)
     known = None if price is None else Price(price)
-    return Case(models.find("SmolLM2-135M"), cluster, config, 128, COSTS, known, tokens)
+    return Case(models.find("SmolLM2-135M"), cluster, config, 128, known, tokens)
 
 
 def made(price=None, tokens=None, **simulated):
     reason = "this one needs data"
     of = case(price=price, tokens=tokens)
-    return Plan([of], [Outcome(of, name, found, "" if found else reason) for name, found in simulated.items()])
+    return [Outcome(of.but(choice=name), found, "" if found else reason) for name, found in simulated.items()]

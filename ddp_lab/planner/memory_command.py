@@ -1,6 +1,7 @@
 """`ddp-lab plan memory`: ZeRO's formulas, and beside them the simulated peak of each stage by component."""
 
 import argparse
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -20,12 +21,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
         UserError: the command line makes no sense.
     """
     precision, casts = options.precision, bool(options.param_dtype)
+    if precision not in PRECISIONS:
+        raise UserError(f"--precision {precision}: must be one of {', '.join(PRECISIONS)}")
     if casts and precision != "fp32":
         raise UserError(f"--param-dtype with --precision {precision}: must be one or the other")
     stages = list(STAGES)[casts:]  # a replicated strategy updates what it computes with
     if options.parameters is None:
-        if options.gpus is None:
-            raise UserError("plan memory: give --parameters for formulas alone, or a model and --gpus")
         elements, ranks, memory_bytes, simulated = simulated_stages(options, stages)
     elif options.gpus or options.model or options.d_model:
         raise UserError("--parameters: does not go with a model; leave one of them out")
@@ -64,23 +65,23 @@ def simulated_stages(
 ) -> tuple[float, int, float, dict[str, tuple[str, list[float]]]]:
     """Parameters of a rank's part of the model, ranks that share them, bytes of a device; and by stage the choice that
     was simulated for it, with what it holds by component and in all."""
-    from ddp_lab.planner.choices import choices
-    from ddp_lab.planner.coarse import shares
-    from ddp_lab.planner.plan import outcomes, told
-    from ddp_lab.planner.plan_command import cases_of
+    from ddp_lab.planner.plan import searched, space_of
+    from ddp_lab.planner.search import Search, shares, simulating
+    from ddp_lab.planner.space import entrypoints
 
-    if options.precision not in list(PRECISIONS)[:-1]:
-        raise UserError(f"--precision {options.precision}: must be with --parameters")
-    (case,), _ = cases_of(options)
-    existing = choices(None, [case.mesh])
-    by_stage = {stage: next(c for c in (stage, "bucket_ddp_async", "tp") if c in existing) for stage in stages}
-    found = told(lambda tasks: outcomes(tasks, options.jobs), [(case, c) for c in by_stage.values()], "stages")
+    space = space_of(options)
+    case, existing = space.cases[0], entrypoints(space.cases[0].mesh)
+    choices = [next(c for c in (stage, "bucket_ddp_async", "tp") if c in existing) for stage in stages]
+    space = replace(space, choices=choices)
+    with simulating(options.jobs) as simulate:
+        by_choice = {found.case.config.choice: found for found in searched(Search(space), space, simulate, None)}
     peaks: dict[str, tuple[str, list[float]]] = {}
-    for stage, outcome in zip(stages, found, strict=True):
-        if outcome.simulated is None:
-            raise UserError(f"{outcome.name}: {outcome.reason}")
-        memory = outcome.simulated.memory
-        peaks[stage] = outcome.name, [*(memory.at_peak.get(name, 0) for name in COMPONENTS), memory.peak_bytes]
+    for stage, choice in zip(stages, choices, strict=True):
+        found = by_choice[choice]
+        if found.simulated is None:
+            raise UserError(f"{found.case.name}: {found.reason}")
+        at_peak = found.simulated.memory.at_peak
+        peaks[stage] = found.case.name, [*(at_peak.get(name, 0) for name in COMPONENTS), found.peak_bytes]
     cut, shards = shares(case)
     return case.model.elements() / cut, shards, case.usable_bytes, peaks
 

@@ -1,206 +1,182 @@
-"""Every choice on a pretended cluster, simulated."""
+"""`ddp-lab plan` and `ddp-lab plan search`: the cases of a space, simulated, and one of them recommended.
 
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+A plan has all axes fixed but the choice; a search has those free that no flag fixes."""
 
-import torch
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from math import log2
 
-from ddp_lab.planner.choices import entrypoint_of, families_of
-from ddp_lab.planner.contracts import Costs, MemoryCurve, Setting, Simulated
-from ddp_lab.planner.costs.cluster import Cluster
-from ddp_lab.planner.models import Model
-from ddp_lab.planner.rates import Price
-from ddp_lab.planner.simulation.simulate import simulate
+from rich.console import Console
+
+from ddp_lab.analysis.files import write_csv
+from ddp_lab.planner import findings, models
+from ddp_lab.planner.command import AS_THE_RUNNERS, SIZES
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.rates import Price, listed_price
+from ddp_lab.planner.search import Outcome, Search, Simulate, simulating
+from ddp_lab.planner.space import SEARCHED, WITH_DIMENSION, Case, Space, filled, on_all_meshes, required
+from ddp_lab.planner.table import framed, printed
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.config import RunConfig, labelled
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import Mesh
-
-GIB = 2**30
-CONTEXT_BYTES = {"cuda": GIB, "cpu": 0}
-"""What a device holds besides tensors: CUDA's context, kernels, workspaces and NCCL's channels; assumed."""
-FEW = (2, 3)
-"""Micro-batches of the steps that are simulated instead of one of many: from the second on, each takes what the one
-before took."""
+from ddp_lab.runtime.mesh import DATA
+from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION, BatchSettings
+from ddp_lab.runtime.settings.field import flag_name
+from ddp_lab.strategy.options import AUTO, RECOMPUTATION
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is to be trained, how, and on what.
-
-    Attributes:
-        config: Batch, accumulation, precision, buckets, clipping and mesh, as the runner takes them.
-        sequence_length: Tokens of a sample, padding included.
-        price: None if it is not known.
-        tokens: How many the whole training takes; None if that is not asked.
-    """
-
-    model: Model
-    cluster: Cluster
-    config: RunConfig
-    sequence_length: int
-    costs: Costs
-    price: Price | None = None
-    tokens: float | None = None
-
-    @property
-    def mesh(self) -> Mesh | None:
-        return Mesh.parse(self.config.mesh) if self.config.mesh else None
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples of one micro-batch of one rank.
-
-        Raises:
-            UserError: the global batch does not divide.
-        """
-        return self.config.micro_batch_size(self.mesh.data_size if self.mesh else self.cluster.world_size)
-
-    @property
-    def usable_bytes(self) -> int:
-        """What tensors of one rank may take."""
-        return self.cluster.device.memory_bytes - CONTEXT_BYTES[self.cluster.device.kind]
-
-    def named(self, choice: str) -> str:
-        """A choice here, as folders of runs are called: `zero2@dp2-tp2`."""
-        return labelled(choice, self.mesh.label if self.mesh else None)
-
-    def setting(self, choice: str) -> Setting:
-        """What the simulator runs."""
-        count, size = self.config.grad_accum_steps, self.micro_batch_size
-        config = replace(self.config, choice=choice)
-        return Setting(config, self.model.build, lambda: self.model.micro_batches(count, size, self.sequence_length))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one choice.
-
-    Attributes:
-        simulated: None if it cannot be simulated.
-        reason: Why not.
-    """
-
-    case: Case
-    choice: str
-    simulated: Simulated | None
-    reason: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.case.named(self.choice)
-
-    @property
-    def gist(self) -> str:
-        """What is known of it as soon as it is simulated."""
-        if (found := self.simulated) is None:
-            return self.reason
-        return f"{found.step_time_s * 1e3:.1f} ms, peak {found.memory.peak_bytes / GIB:.2f} GiB"
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.case.config.global_batch_size / self.simulated.step_time_s if self.simulated else 0.0
-
-    def fits(self, free: float = 0.0) -> bool:
-        """Whether it leaves so large a share of the memory free."""
-        usable = self.case.usable_bytes
-        return self.simulated is not None and self.simulated.memory.peak_bytes <= (1 - free) * usable
-
-
-Task = tuple[Case, str]
-"""A case and a choice."""
-Simulate = Callable[[Sequence[Task]], Iterator[Outcome]]
-"""Gives the outcome of each task, in their order."""
-
-# Simulating -----------------------------------------------------------------------------------------------------------
-
-
-def simulate_step(setting: Setting, cluster: Cluster, costs: Costs) -> Simulated:
-    """As `simulate`. Times grow by the same for each micro-batch, and memory by its data (a test holds that to the step
-    itself). Not so with a pipeline, which is simulated as it is.
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Simulate what the space has, print the table and a recommendation.
 
     Raises:
-        CannotSimulate, UserError: as `simulate`.
+        UserError: the command line makes no sense, or a file cannot be written.
     """
-    config = setting.config
-    if config.grad_accum_steps <= sum(FEW) or config.has_stages:
-        return simulate(setting, cluster, costs)
-    fewer, more = (simulate(part_of(setting, count), cluster, costs) for count in FEW)
-    further = config.grad_accum_steps - FEW[1]
-
-    def grown(before: float, after: float) -> float:
-        return after + further * (after - before)
-
-    rest, peak = dict(more.memory.at_rest), dict(more.memory.at_peak)
-    data = {name: int(further * (rest[name] - fewer.memory.at_rest.get(name, 0))) for name in rest}
-    at_rest, at_peak = ({name: held.get(name, 0) + data.get(name, 0) for name in held | data} for held in (rest, peak))
-    return replace(
-        more,
-        memory=MemoryCurve(at_rest, at_peak),
-        step_time_s=grown(fewer.step_time_s, more.step_time_s),
-        compute_s=grown(fewer.compute_s, more.compute_s),
-        communication_s=grown(fewer.communication_s, more.communication_s),
-        exposed_s=grown(fewer.exposed_s, more.exposed_s),
-    )
-
-
-def part_of(setting: Setting, count: int) -> Setting:
-    """A step of so many of its micro-batches."""
-    config = setting.config
-    samples = config.global_batch_size // config.grad_accum_steps * count
-    few = config.but(global_batch_size=samples, grad_accum_steps=count)
-    return replace(setting, config=few, make_micro_batches=lambda: setting.make_micro_batches()[:count])
+    space = space_of(options)
+    search = Search(space)
+    console.print(findings.headline(space))
+    with simulating(options.jobs) as simulate:
+        outcomes = searched(search, space, simulate, options.jobs)
+        if space.searches:
+            outcomes.sort(key=lambda found: found.step_s)
+        best = findings.recommended(outcomes)
+        beside = besides(outcomes, best, simulate, space.searches)
+    shown = [found for found in outcomes if found.simulated or len(space.cases) == 1]
+    if space.searches:
+        shown = findings.front(outcomes, best) if best else []
+    if shown:
+        console.print("", printed(framed(shown)), "")
+    if space.searches:
+        fit = sum(found.fits() for found in outcomes)
+        console.print(f"{len(outcomes)} settings were simulated, and {fit} of them fit.")
+    left_out = [*space.left_out, *search.left_out.values()]
+    lines = [*findings.notes(outcomes, left_out), *findings.reasons(outcomes, space.searches), *beside]
+    for line in [*lines, *findings.certainty(space)]:
+        console.print(line, soft_wrap=True, markup=False)
+    if options.csv is not None:
+        write_csv(options.csv, framed(outcomes))
+        console.print(f"table: {options.csv}")
 
 
-def outcome(case: Case, choice: str) -> Outcome:
-    """Simulate one choice. If it cannot be simulated, the outcome has a reason."""
-    missing = families_of(case.mesh)[entrypoint_of(choice, case.mesh)].missing
-    if choice in missing:
-        return Outcome(case, choice, None, f"not installed; run: {missing[choice]}")
-    try:
-        return Outcome(case, choice, simulate_step(case.setting(choice), case.cluster, case.costs))
-    except UserError as error:
-        return Outcome(case, choice, None, str(error))
+def searched(search: Search, space: Space, simulate: Simulate, jobs: int | None) -> list[Outcome]:
+    """All outcomes, each with a line when it is there."""
+    total = None if space.searches or space.any_mesh else len(list(space.roots()))
+    of = f"simulating {f'{total} ' if total else ''}choices for {space.cases[0].model.name}"
+    outcomes: list[Outcome] = []
+    with long_work(of, total) as tell:
+        for found in search.run(simulate, jobs or 2):
+            outcomes.append(found)
+            tell(f"{findings.described(found) if space.searches else found.case.name}: {found.gist}")
+    return outcomes
 
 
-def cores() -> int:
-    return os.cpu_count() or 1
+def besides(outcomes: Sequence[Outcome], best: Outcome | None, simulate: Simulate, searches: bool = False) -> list[str]:
+    """Sentences on what would make the choice fit that comes nearest, and on what the recommended one gives up: the
+    same cases with one axis released, simulated."""
+    too_large = [found for found in outcomes if found.simulated and not found.fits()]
+    nearest = min(too_large, key=lambda found: found.peak_bytes, default=None)
+    smaller = list(findings.remedies(nearest.case, best is None)) if nearest and not (searches and best) else []
+    faster = list(findings.hints(best.case)) if best and not searches else []
+    variants = [*smaller, *faster]
+    if not variants:
+        return []
+    others: list[Outcome] = []
+    with long_work(f"simulating {len(variants)} variant{'s' * (len(variants) > 1)}", len(variants)) as tell:
+        for (words, case), found in zip(variants, simulate([case for _, case in variants]), strict=True):
+            others.append(found)
+            tell(f"{case.name} with {words}: {found.gist}")
+    tried, count = [words for words, _ in variants], len(smaller)
+    sentences = [findings.what_fits(nearest.case.name, tried[:count], others[:count])] if nearest and smaller else []
+    return sentences + (findings.what_is_faster(best, tried[count:], others[count:]) if best else [])
 
 
-@contextmanager
-def simulating(jobs: int) -> Iterator[Simulate]:
-    """A function that gives the outcome of each case and choice, in their order, by so many processes, which stay for
-    further calls; 1: in this process."""
-    if jobs <= 1:
-        yield lambda tasks: (outcome(*task) for task in tasks)
-        return
-    # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take. With
-    # one thread: those that this process may have started for its own operators are not there after a fork.
-    forked = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(jobs, forked, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield lambda tasks: pool.map(outcome, *zip(*tasks, strict=True))
+# What the command line says -------------------------------------------------------------------------------------------
 
 
-def outcomes(tasks: Sequence[Task], jobs: int | None = None) -> Iterator[Outcome]:
-    """The outcome of each case and choice, in their order.
+def space_of(options: argparse.Namespace) -> Space:
+    """The axes that the command line fixes and leaves free.
 
-    Args:
-        jobs: Simulations at a time, in processes of their own; 1: in this process. None: one for each core.
+    Raises:
+        UserError: it makes no sense.
     """
-    with simulating(min(jobs or cores(), len(tasks))) as simulate:
-        yield from simulate(tasks)
+    cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
+    device, levels, compiled = cluster.device, [options.activation_checkpointing], [options.compile]
+    if options.searches:
+        if (options.global_batch_size is None) == (options.tokens_per_step is None):
+            raise UserError("plan search: give --global-batch-size or --tokens-per-step, one of them")
+        if options.tokens_per_step:
+            samples = options.tokens_per_step / options.sequence_length
+            options.global_batch_size = near(samples / cluster.world_size) * cluster.world_size
+        if options.precision is None:
+            rates = device.flops_per_s
+            is_faster = not options.param_dtype and rates.get("bfloat16", 0.0) > rates.get("float32", 0.0)
+            options.precision = "bf16" if is_faster else "fp32"
+        levels = levels if options.activation_checkpointing else list(RECOMPUTATION)
+        compiled = compiled if options.compile is not None else [True, False] if device.kind == "cuda" else [False]
+        options.activation_checkpointing, options.compile = levels[0], bool(options.compile)
+    case, any_mesh = case_of(options), options.mesh == AUTO
+    cases, left_out = [required(case)] if not any_mesh else [], list[str]()
+    if any_mesh:
+        cases, left_out = on_all_meshes(case, vars(options))
+    if not options.grad_accum_steps:
+        cases = [filled(each) for each in cases]
+    if options.searches and any_mesh:  # all ranks see different samples without a mesh, too
+        is_needless = [each.mesh is not None and list(each.mesh.degrees) == [DATA] for each in cases]
+        cases = [each.but(mesh=None) if needless else each for each, needless in zip(cases, is_needless, strict=True)]
+    choices = tuple(options.choices.split(",")) if options.choices else SEARCHED if options.searches else ()
+    any_steps = options.searches and not options.grad_accum_steps
+    return Space(cases, choices, left_out, levels, compiled, any_steps, options.searches, any_mesh)
 
 
-def told(simulate: Simulate, tasks: Sequence[Task], of: str, changes: Sequence[str] = ()) -> list[Outcome]:
-    """The outcomes of these tasks, each with a line when it is there. `changes`: what is other in each."""
-    found: list[Outcome] = []
-    with long_work(f"simulating {len(tasks)} {of}", len(tasks)) as tell:
-        for outcome in simulate(tasks):
-            change = f" with {changes[len(found)]}" if changes else ""
-            found.append(outcome)
-            tell(f"{outcome.name}{change}: {outcome.gist}")
-    return found
+def near(samples: float) -> int:
+    """A number of samples within a sixteenth of `samples`, or the nearest if these are few, with many divisors."""
+    unit = 2 ** max(0, int(log2(max(samples, 1))) - 3)
+    return max(1, round(samples / unit)) * unit
+
+
+def case_of(options: argparse.Namespace) -> Case:
+    """What the command line describes, without a mesh where it asks for all.
+
+    Raises:
+        UserError: it makes no sense.
+    """
+    later = {"mesh", *chain(*WITH_DIMENSION.values())} if options.mesh == AUTO else set()
+    given = {name: getattr(options, name) for name in {"mesh", *AS_THE_RUNNERS} - later}
+    given["grad_accum_steps"] = steps = options.grad_accum_steps or 1
+    cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
+    if options.global_batch_size is None:
+        given["global_batch_size"] = BatchSettings(grad_accum_steps=steps).nearest_batch(cluster.world_size)
+    config = RunConfig.of(**given)
+    model = chosen_model(options)
+    model.require_length(options.sequence_length)
+    price = listed_price(cluster.device.name) if options.price is None else Price(options.price)
+    return Case(model, cluster, config, options.sequence_length, price, options.tokens, options.contention)
+
+
+def chosen_model(options: argparse.Namespace) -> models.Model:
+    """The model that these flags name, for the task that they name.
+
+    Raises:
+        UserError: they name none, or two, or one that cannot be built, or not for this task.
+    """
+    sizes = {name: getattr(options, name) for name in SIZES}
+    given = [name for name in SIZES if sizes[name] is not None]
+    missing = [name for name in SIZES[:3] if name not in given]
+    if options.model is not None:
+        if given:
+            said = f"{flag_name(given[0])} is for a model by sizes"
+            raise UserError(f"{said}; it does not go with --model {options.model}")
+        model = models.find(options.model)
+    elif len(missing) == 3:
+        raise UserError("no model: give --model, or --d-model, --d-ff and --layers")
+    elif missing:
+        what = f"{flag_name(missing[0])} is missing"
+        raise UserError(f"{what}; a model by sizes needs --d-model, --d-ff and --layers")
+    else:
+        model = models.from_sizes(**sizes)
+    if options.task == CLASSIFICATION:
+        return model
+    if model.kind == models.IMAGES:
+        raise UserError(f"--task {CAUSAL_LM}: {model.name} takes images; leave the flag out")
+    return models.checked(replace(model, task=CAUSAL_LM))

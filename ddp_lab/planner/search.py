@@ -1,227 +1,319 @@
-"""The fastest settings of a fixed global batch that fit: choice, mesh, micro-batch, recomputation, compiled blocks.
+"""The fastest cases of a space that fit, best first, with a lower bound. A plain plan is one whose axes are fixed.
 
-Best first, with a bound. A smaller micro-batch and more recomputation hold less and take longer. So a choice on a mesh
-begins with its whole batch in one micro-batch and nothing computed again, which nothing leaner can beat, and is made
-leaner one change at a time, while what it has reached promises more than `WORTH` of the best that fits. A compiled step
-holds what an eager one holds and takes less, so an eager one is looked for only where blocks cannot be compiled.
+A smaller micro-batch and more recomputation hold less and take longer. So a choice on a mesh begins with its whole
+batch in one micro-batch and nothing computed again, which nothing leaner can beat, and is made leaner one change at a
+time, while what it has reached promises more than `WORTH` of the best that fits. A compiled step holds what an eager
+one holds and takes less, so an eager one is looked for only where blocks cannot be compiled.
 
 What cannot fit is not simulated: states by formulas, and activations by what a sample took in settings that have the
-same layers on a rank.
+same layers on a rank. Nor is a pipeline that cannot win: it takes as many times as long to simulate as it has ranks,
+and its step is at least the compute of a mesh with the same layers on a rank, stretched by the bubble of its schedule.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import count
 
-from ddp_lab.planner.choices import choices
-from ddp_lab.planner.coarse import LEAST, least_bytes, least_states, tensor_ranks
-from ddp_lab.planner.contracts import Costs
-from ddp_lab.planner.plan import Case, Outcome, Task
-from ddp_lab.planner.report.recommendation import TIGHT
-from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import EXPERT
+import torch
 
-REPLICATED, SHARDED = ("bucket_ddp_async", "tp"), ("zero1", "zero2", "zero3")
-SEARCHED = (*REPLICATED, *SHARDED)
-"""Choices of a search that names none."""
+from ddp_lab.planner.accounting import PRECISIONS, STAGES, state_bytes
+from ddp_lab.planner.contracts import Costs, MemoryCurve, Setting, Simulated
+from ddp_lab.planner.costs.cluster import Cluster
+from ddp_lab.planner.simulation.simulate import simulate
+from ddp_lab.planner.space import GIB, REGISTRIES, Case, Space
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import EXPERT, PIPELINE, SHARD, TENSOR
+from pipeline_parallel.actions import Shape
+from pipeline_parallel.checks import lists_of, run_on_paper
+from pipeline_parallel.schedules import SCHEDULES
+
+FEW = (2, 3)
+"""Micro-batches of the steps that are simulated instead of one of many: from the second on, each takes what the one
+before took."""
+TIGHT = 0.1
+"""What leaves less than this share of the usable memory is recommended only if nothing else fits."""
 WORTH = 0.9
 """Settings that are slower than this share of the best are not looked for."""
 MOST = 150
 """Simulations of a search."""
+LEAST = 0.9
+"""Of the compute of other settings with the same layers on a rank: products have other shapes in a pipeline, and a rank
+updates fewer parameters."""
 SURE = 0.9
 """Of the activations that a sample took elsewhere: so many it takes here at least."""
 
+# One case -------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
-class Ways:
-    """What is searched over besides choice, mesh and micro-batch.
+class Outcome:
+    """The result of one case.
 
     Attributes:
-        levels: Of recomputation, those of `RECOMPUTATION` that are wanted, in their order.
-        costs: By whether blocks are compiled. The first one is the faster one.
+        simulated: None if it cannot be simulated.
+        reason: Why not.
     """
 
-    levels: Sequence[str]
-    costs: Mapping[bool, Costs]
+    case: Case
+    simulated: Simulated | None
+    reason: str = ""
 
-    def of(self, case: Case, steps: int) -> list[list[Case]]:
-        """The case with so many micro-batches in each way that goes together, from the fastest on: those that are
-        compiled, and the eager ones of other levels."""
-        chains, levels = list[list[Case]](), set[str]()
-        for compiled in self.costs:
-            chain = list[Case]()
-            for level in (one for one in self.levels if one not in levels):
-                try:
-                    chain.append(self.put(case, steps, level, compiled))
-                except UserError:  # it does not go with another setting
-                    continue
-            levels |= {each.config.strategy.activation_checkpointing for each in chain}
-            chains += [chain] * bool(chain)
-        return chains
+    @property
+    def step_s(self) -> float:
+        return self.simulated.step_time_s if self.simulated else float("inf")
 
-    def put(self, case: Case, steps: int, level: str, compiled: bool) -> Case:
-        """
-        Raises:
-            UserError: these do not go together.
-        """
-        config = case.config.but(grad_accum_steps=steps, activation_checkpointing=level, compile=compiled)
-        return replace(case, config=config, costs=self.costs[compiled])
+    @property
+    def peak_bytes(self) -> float:
+        return self.simulated.memory.peak_bytes if self.simulated else float("inf")
+
+    @property
+    def spare_bytes(self) -> float:
+        return self.case.usable_bytes - self.peak_bytes
+
+    @property
+    def gist(self) -> str:
+        """What is known of it as soon as it is simulated."""
+        return f"{self.step_s * 1e3:.1f} ms, peak {self.peak_bytes / GIB:.2f} GiB" if self.simulated else self.reason
+
+    def fits(self, free: float = 0.0) -> bool:
+        """Whether it leaves so large a share of the memory free."""
+        return self.peak_bytes <= (1 - free) * self.case.usable_bytes
 
 
-def roots(cases: Sequence[Case], wanted: Sequence[str], ways: Ways) -> Iterator[Task]:
-    """Where a search begins: each choice on each mesh with the largest micro-batch in the fastest way. With a
-    pipeline, whose bubble grows with the micro-batch, each micro-batch.
+def simulate_step(setting: Setting, cluster: Cluster, costs: Costs) -> Simulated:
+    """As `simulate`. Times grow by the same for each micro-batch, and memory by its data (a test holds that to the step
+    itself). Not so with a pipeline, which is simulated as it is.
+
+    Raises:
+        CannotSimulate, UserError: as `simulate`.
+    """
+    config = setting.config
+    if config.grad_accum_steps <= sum(FEW) or config.has_stages:
+        return simulate(setting, cluster, costs)
+    fewer, more = (simulate(part_of(setting, number), cluster, costs) for number in FEW)
+    further = config.grad_accum_steps - FEW[1]
+    rest, peak = dict(more.memory.at_rest), dict(more.memory.at_peak)
+    data = {name: int(further * (rest[name] - fewer.memory.at_rest.get(name, 0))) for name in rest}
+    at_rest, at_peak = ({name: held.get(name, 0) + data.get(name, 0) for name in held | data} for held in (rest, peak))
+    names = ("step_time_s", "compute_s", "communication_s", "exposed_s")
+    times = {name: (getattr(fewer, name), getattr(more, name)) for name in names}
+    grown = {name: after + further * (after - before) for name, (before, after) in times.items()}
+    return replace(more, memory=MemoryCurve(at_rest, at_peak), **grown)
+
+
+def part_of(setting: Setting, number: int) -> Setting:
+    """A step of so many of its micro-batches."""
+    config = setting.config
+    samples = config.global_batch_size // config.grad_accum_steps * number
+    few = config.but(global_batch_size=samples, grad_accum_steps=number)
+    return replace(setting, config=few, make_micro_batches=lambda: setting.make_micro_batches()[:number])
+
+
+def outcome(case: Case) -> Outcome:
+    """Simulate one case. If it cannot be simulated, the outcome has a reason."""
+    missing = REGISTRIES[case.entrypoint].missing
+    if case.config.choice in missing:
+        return Outcome(case, None, f"not installed; run: {missing[case.config.choice]}")
+    try:
+        return Outcome(case, simulate_step(case.setting, case.cluster, case.costs))
+    except UserError as error:
+        return Outcome(case, None, str(error))
+
+
+Simulate = Callable[[Sequence[Case]], Iterator[Outcome]]
+"""Gives the outcome of each case, in their order."""
+
+
+@contextmanager
+def simulating(jobs: int | None) -> Iterator[Simulate]:
+    """A function that gives the outcomes of cases by so many processes, which stay for further calls. None: one for
+    each core; 1: in this process."""
+    jobs = jobs or os.cpu_count() or 1
+    if jobs == 1:
+        yield lambda cases: map(outcome, cases)
+        return
+    # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take. With
+    # one thread: those that this process may have started for its own operators are not there after a fork.
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, forked, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield lambda cases: pool.map(outcome, cases)
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------------
+
+
+def shares(case: Case) -> tuple[int, int]:
+    """Over how many ranks the model is cut, and over how many a shard of a part is."""
+    cut = case.degree(TENSOR) * case.degree(PIPELINE) * case.degree(EXPERT)  # as if all were experts
+    has_shards = case.mesh is not None and SHARD in case.mesh.degrees
+    return cut, case.degree(SHARD) if has_shards else case.cluster.world_size // cut
+
+
+def least_states(case: Case, elements: int) -> Mapping[str, float]:
+    """Bytes that parameters, gradients and Adam's states of one rank take at least. Nothing where they are cast or
+    offloaded.
 
     Args:
-        cases: One for each mesh, whose accumulation is not chosen yet.
+        elements: Of the model.
     """
-    elements = cases[0].model.elements()
-    for case in cases:
-        config = case.config
-        ranks = config.micro_batch_size(1) // case.micro_batch_size
-        samples = case.micro_batch_size * config.grad_accum_steps
-        steps = (
-            [n for n in range(1, samples + 1) if samples % n == 0] if config.has_stages else [config.grad_accum_steps]
-        )
-        for name in choices(None, [case.mesh]):
-            if (
-                name not in wanted
-                or (ranks == 1 and name in SHARDED)
-                or least_bytes(case, name, elements) > case.usable_bytes
-            ):
-                continue
-            for each in steps:
-                for chain in ways.of(case, each)[:1]:
-                    yield chain[0], name
+    strategy, choice = case.config.strategy, case.config.choice
+    if strategy.param_dtype or strategy.offload:
+        return {}
+    cut, shards = shares(case)
+    other = "zero3" if "fsdp" in choice else "replicated"
+    stage = next((stage for stage in STAGES if choice.endswith(stage)), other)
+    precision = strategy.precision if strategy.precision in PRECISIONS else "fp32"
+    return state_bytes(elements / cut, shards, stage, precision)
 
 
-@dataclass
+def bubble(case: Case) -> float:
+    """The share of a step in which a rank of the case's pipeline computes nothing, on paper."""
+    if not case.config.has_stages:
+        return 0.0
+    shape = Shape(case.degree(PIPELINE), case.config.grad_accum_steps, case.config.stages_per_rank)
+    return run_on_paper(lists_of(SCHEDULES[case.config.pipeline_schedule], shape), shape).bubble
+
+
+def alike(case: Case) -> object:
+    """What the activations of a sample on a rank depend on, and what a rank computes in a step."""
+    return case.degree(TENSOR), case.degree(EXPERT), case.config.sequence_parallel, case.level
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
 class Search:
-    """A search, and what it has learned from settings that have the same layers on a rank (`alike`).
+    """See the module's docstring.
 
     Attributes:
-        any_steps: Accumulation may be chosen.
-        taken: Bytes of the activations of a sample, in the largest micro-batch so far.
-        computed: Seconds that a rank computed in a step, at least.
+        elements: Of the model.
+        best: The fastest that leaves a tenth of the memory free, so far.
+        left_out: A line for each mesh, and one for all choices, that are not simulated.
     """
 
-    ways: Ways
-    any_steps: bool
-    elements: int
-    taken: dict[object, tuple[int, float]] = field(default_factory=dict)
-    computed: dict[object, float] = field(default_factory=dict)
+    def __init__(self, space: Space) -> None:
+        self._space, self.elements = space, space.cases[0].model.elements()
+        self._activations: dict[object, tuple[int, float]] = {}  # bytes of a sample, in the largest micro-batch so far
+        self._computed: dict[object, tuple[int, float]] = {}  # micro-batches of a step, and seconds of compute at least
+        self.best: Outcome | None = None
+        self.left_out: dict[object, str] = {}
+
+    def run(self, simulate: Simulate, at_once: int) -> Iterator[Outcome]:
+        """What was simulated, as it is found.
+
+        Args:
+            at_once: Cases of a search that are simulated before it goes on.
+        """
+        order, done, searches = count(), 0, self._space.searches
+        roots = self.that_may_fit(list(self._space.roots()))
+        seen = {case.config for case in roots}
+        # Pipelines come last, when others have told how fast they must be.
+        queue = [(case.config.has_stages, 0.0, next(order), case) for case in roots]
+        heapq.heapify(queue)
+        while queue and (done < MOST or not searches):
+            cases, is_late = list[Case](), queue[0][0]
+            while queue and queue[0][0] == is_late and (len(cases) < at_once or not searches):
+                _, bound_s, _, case = heapq.heappop(queue)
+                least_s = self.least_s(case)
+                if least_s > bound_s:
+                    heapq.heappush(queue, (is_late, least_s, next(order), case))
+                elif self.best and bound_s > self.best.step_s / (WORTH if searches else 1.0):
+                    self.leave_out(case, bound_s)
+                elif (smaller := self.with_room(case)) is case or smaller.config not in seen:
+                    seen.add(smaller.config)
+                    cases.append(smaller)
+            for found in simulate(cases):
+                done += 1
+                self.learn(found)
+                yield found
+                for leaner in self.leaner(found):
+                    if leaner.config not in seen:
+                        seen.add(leaner.config)
+                        heapq.heappush(queue, (is_late, found.step_s, next(order), leaner))
+
+    def that_may_fit(self, cases: list[Case]) -> list[Case]:
+        """Those whose states alone a device has room for, or if none has, those of the smallest. All, where the mesh
+        is fixed and nothing is searched."""
+        if not (self._space.any_mesh or self._space.searches):
+            return cases
+        needed = [sum(least_states(case, self.elements).values()) for case in cases]
+        most = max(1.001 * min(needed), cases[0].usable_bytes)  # equal ones may differ by how they were divided
+        if too_large := [case.name for case, size in zip(cases, needed, strict=True) if size > most]:
+            why = "parameters, gradients and optimizer states alone are more than a device has"
+            self.left_out["states"] = f"{', '.join(dict.fromkeys(too_large))}: {why}"
+        return [case for case, size in zip(cases, needed, strict=True) if size <= most]
+
+    def least_s(self, case: Case) -> float:
+        """What a step takes at least; 0 if that is not known. A micro-batch of a pipeline reads the weights of one
+        stage alone: it must have so many that it reads no fewer."""
+        steps, compute_s = self._computed.get(alike(case), (0, 0.0))
+        is_bounded = self._space.searches or (self._space.any_mesh and case.config.has_stages)
+        if not is_bounded or case.config.grad_accum_steps < steps * case.degree(PIPELINE):
+            return 0.0
+        return LEAST * compute_s / (1 - bubble(case))
+
+    def leave_out(self, case: Case, least_s: float) -> None:
+        if case.config.has_stages and self.best:
+            self.left_out[case.mesh and str(case.mesh)] = (
+                f"{case.mesh}: its bubble of {bubble(case):.0%} makes a step at least {least_s * 1e3:,.0f} ms, and "
+                f"{self.best.case.name} takes {self.best.step_s * 1e3:,.0f} ms"
+            )
 
     def learn(self, found: Outcome) -> None:
-        case, key = found.case, alike(found.case)
-        micro, simulated = case.micro_batch_size, found.simulated
+        if found.fits(TIGHT) and (self.best is None or found.step_s < self.best.step_s):
+            self.best = found
+        case, key, simulated = found.case, alike(found.case), found.simulated
         if simulated is None or case.config.has_stages:
             return
-        if micro >= self.taken.get(key, (0, 0.0))[0]:
-            self.taken[key] = micro, simulated.memory.at_peak.get("activations", 0) / micro
-            in_this_way = (key, case.config.strategy.compile)
-            self.computed[in_this_way] = min(simulated.compute_s, self.computed.get(in_this_way, float("inf")))
+        micro, (_, compute_s) = case.micro_batch_size, self._computed.get(key, (0, float("inf")))
+        if micro >= self._activations.get(key, (0, 0.0))[0]:
+            self._activations[key] = micro, simulated.memory.at_peak.get("activations", 0) / micro
+            self._computed[key] = case.config.grad_accum_steps, min(simulated.compute_s, compute_s)
 
-    def promise(self, case: Case) -> float:
-        """Samples a second that a rank computes at most."""
-        least_s = LEAST * self.computed.get((alike(case), case.config.strategy.compile), 0.0)
-        return case.config.global_batch_size / least_s if least_s else float("inf")
-
-    def may_fit(self, case: Case, choice: str) -> bool:
+    def may_fit(self, case: Case) -> bool:
         """Whether there may be room for states and activations. Gradients of the first micro-batch come when
         activations go."""
-        states = dict(least_states(case, choice, self.elements))
+        states = dict(least_states(case, self.elements))
         if case.config.grad_accum_steps == 1:
             states.pop("gradients", None)
-        of_a_sample = self.taken.get(alike(case), (0, 0.0))[1]
+        of_a_sample = self._activations.get(alike(case), (0, 0.0))[1]
         return sum(states.values()) + SURE * of_a_sample * case.micro_batch_size <= case.usable_bytes
 
-    def with_room(self, task: Task) -> Task:
-        """The task, or with a smaller micro-batch: the largest that may fit, or of one sample."""
-        case, choice = task
-        micro, config = case.micro_batch_size, case.config
-        if not self.any_steps or config.has_stages or self.may_fit(case, choice):
-            return task
-        smaller = [size for size in range(micro - 1, 0, -1) if micro % size == 0] or [micro]
-        cases = [
-            replace(case, config=config.but(grad_accum_steps=config.grad_accum_steps * micro // size))
-            for size in smaller
-        ]
-        return next((each for each in cases if self.may_fit(each, choice)), cases[-1]), choice
+    def smaller(self, case: Case) -> list[Case]:
+        """The case with each smaller micro-batch, the largest first."""
+        micro, steps = case.micro_batch_size, case.config.grad_accum_steps
+        if not self._space.any_steps or case.config.has_stages:
+            return []
+        sizes = [size for size in range(micro - 1, 0, -1) if micro % size == 0]
+        return [case.but(grad_accum_steps=steps * micro // size) for size in sizes]
 
-    def leaner(self, found: Outcome) -> Iterator[Task]:
-        """What holds less, one change away: the next way, and the next smaller micro-batch that may fit.
+    def with_room(self, case: Case) -> Case:
+        """The case, or with a smaller micro-batch: the largest that may fit, or of one sample."""
+        tried = [case, *self.smaller(case)]
+        return next((each for each in tried if self.may_fit(each)), tried[-1])
+
+    def leaner(self, found: Outcome) -> Iterator[Case]:
+        """What holds less, one change away: the next level of recomputation (also the next that is compiled alike), and
+        the next smaller micro-batch that may fit.
 
         Of what does not fit, activations of a smaller micro-batch are at least its share of these, so that sizes with
         which these alone are too many are left out.
         """
-        case, choice = found.case, found.choice
-        config, micro = case.config, case.micro_batch_size
         if found.simulated is None:
             return
-        chains = self.ways.of(case, config.grad_accum_steps)
-        chain = next(chain for chain in chains if case.config in [each.config for each in chain])
-        place = [each.config for each in chain].index(case.config)
-        yield from ((each, choice) for each in chain[place + 1 : place + 2])
-        if place == 0 and chain is chains[0]:
-            yield from ((other[0], choice) for other in chains[1:])
-        if not self.any_steps or config.has_stages:
-            return
-        memory = found.simulated.memory
+        case, memory = found.case, found.simulated.memory
+        ways = self._space.ways(case)
+        later = ways[[way.level for way in ways].index(case.level) + 1 :]
+        alike_later = [way for way in later if way.config.strategy.compile == case.config.strategy.compile]
+        yield from (*later[:1], *alike_later[:1])
         activations = memory.at_peak.get("activations", 0)
-        for smaller in (size for size in range(micro - 1, 0, -1) if micro % size == 0):
-            if found.fits() or memory.peak_bytes - activations * (1 - smaller / micro) <= case.usable_bytes:
-                yield (
-                    replace(case, config=config.but(grad_accum_steps=config.grad_accum_steps * micro // smaller)),
-                    choice,
-                )
+        for smaller in self.smaller(case):
+            freed = activations * (1 - smaller.micro_batch_size / case.micro_batch_size)
+            if found.fits() or memory.peak_bytes - freed <= case.usable_bytes:
+                yield smaller
                 return
-
-    def run(
-        self, begin: Sequence[Task], simulate: Callable[[Sequence[Task]], Iterable[Outcome]], at_once: int
-    ) -> Iterator[Outcome]:
-        """What was simulated, as it is found.
-
-        Args:
-            simulate: Gives the outcomes of so many tasks, in their order.
-            at_once: Simulations that run side by side.
-        """
-        order = count()
-        queue = [(-float("inf"), next(order), task) for task in begin]
-        seen = {keyed(task) for task in begin}
-        best, done = 0.0, 0
-        while queue and done < MOST:
-            tasks = list[Task]()
-            while queue and len(tasks) < at_once and -queue[0][0] > WORTH * best:
-                bound, _, task = heapq.heappop(queue)
-                if (promised := -self.promise(task[0])) > bound:
-                    heapq.heappush(queue, (promised, next(order), task))
-                    continue
-                smaller = self.with_room(task)
-                if smaller is not task and keyed(smaller) in seen:
-                    continue
-                seen.add(keyed(smaller))
-                tasks.append(smaller)
-            if not tasks:
-                return
-            for found in simulate(tasks):
-                done += 1
-                yield found
-                self.learn(found)
-                if found.fits(TIGHT):
-                    best = max(best, found.samples_per_second)
-                for task in self.leaner(found):
-                    if keyed(task) not in seen:
-                        seen.add(keyed(task))
-                        heapq.heappush(queue, (-found.samples_per_second, next(order), task))
-
-
-def alike(case: Case) -> object:
-    """What the activations of a sample on a rank depend on."""
-    config = case.config
-    experts = case.mesh.degree(EXPERT) if case.mesh else 1
-    return tensor_ranks(case.mesh), experts, config.sequence_parallel, config.strategy.activation_checkpointing
-
-
-def keyed(task: Task) -> tuple[object, ...]:
-    return task[1], task[0].config

@@ -14,7 +14,7 @@ ODD = '[odd]\nplan = "--model gpt2 --gpus 2xH10 --choices zero3"\ntokens_per_s_g
 
 def test_measured_and_planned_stand_side_by_side(tmp_path, capsys, monkeypatch):
     """A compiled step takes no longer, the worst comes with its reason, and a row that makes no sense is a line."""
-    (tmp_path / "t.toml").write_text(ROW + FUSED + ODD + "[none]\nplan = ''\ntokens_per_s_gpu = 1\nsource = 'me'\n")
+    (tmp_path / "t.toml").write_text(ROW + FUSED + ODD + ODD.replace("[odd]", "[none]").replace("--gpus", "--gpu"))
     monkeypatch.setattr(sys, "argv", ["planner", "--table", str(tmp_path / "t.toml")])
     assert planner.main() == 0
     lines = capsys.readouterr().out.splitlines()
@@ -22,7 +22,7 @@ def test_measured_and_planned_stand_side_by_side(tmp_path, capsys, monkeypatch):
     assert mine[-6:-4] == ["zero3", "1,000"] and mine[-3] == "32.0", "16 x 4 / 2 tokens at 1000 a second"
     assert float(fused[-4].replace(",", "")) > float(mine[-4].replace(",", ""))
     assert any(line.startswith("odd: unknown device 'H10'") for line in lines)
-    assert any(line.startswith("none: plan = '': no flags of ddp-lab plan") for line in lines)
+    assert any(line.startswith("none: plan = '--model gpt2 --gpu 2xH10") for line in lines)
     assert lines[-2].endswith("0 of 2 (0%) within 10%.") and lines[-1].startswith("Worst: fused")
     assert lines[-1].endswith("all")
 
@@ -45,4 +45,4 @@ def test_a_table_that_is_none_is_refused(tmp_path, capsys, monkeypatch, text, me
 
 def test_the_published_rows_can_be_planned():
     rows = planner.read(planner.PUBLISHED)
-    assert len(rows) == 15 and all(map(planner.task_of, rows.values()))
+    assert len(rows) == 15 and all(map(planner.case_in, rows.values()))

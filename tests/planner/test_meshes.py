@@ -7,17 +7,16 @@ import pytest
 
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models
-from ddp_lab.planner.coarse import least_bytes, least_step_s, that_may_fit, worth_simulating
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.meshes import all_meshes, on_all_meshes, required
-from ddp_lab.planner.plan import outcome
-from ddp_lab.planner.plan_command import filled
+from ddp_lab.planner.search import Search, outcome
+from ddp_lab.planner.space import WITH_DIMENSION, Space, all_meshes, filled, on_all_meshes, required
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from tests.in_process import run_in_process
-from tests.plans import case, simulation
+from tests.plans import case
 from tests.tables import each_row
 
+PLAIN = {name: RunConfig().as_dict()[name] for names in WITH_DIMENSION.values() for name in names}
 TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
 
 
@@ -49,7 +48,7 @@ def test_meshes_of_a_cluster(gpus, meshes):
 def test_a_mixture_has_meshes_of_its_own():
     """Eight experts, and four heads. What only tp cuts has no plan, but with ep it has."""
     large = replace(case("2x4xL4", batch=16), model=models.find("sample-moe"))
-    found, left_out = on_all_meshes(large, {})
+    found, left_out = on_all_meshes(large, PLAIN)
     meshes = [str(one.mesh) for one in found]
     assert meshes[-2:] == ["dp=4,ep=2", "dp=2,ep=4"] and "dp=8" in meshes and "ep=" not in "".join(meshes[:-2])
     assert any(line.startswith("dp=4,tp=2: --mesh with tp: sample-moe is a mixtral") for line in left_out)
@@ -61,12 +60,12 @@ def test_a_mixture_has_meshes_of_its_own():
 
 def test_meshes_that_do_not_fit_are_left_out_with_the_reason():
     """SmolLM2-135M has 9 heads; 8 samples are 2 micro-batches of 1 on each of 4 ranks, but not on each of 8."""
-    found, left_out = on_all_meshes(case("4xL4"), {})
+    found, left_out = on_all_meshes(case("4xL4"), PLAIN)
     assert [str(one.mesh) for one in found] == ["dp=4", "dp=2,pp=2", "pp=4"] and found[0].micro_batch_size == 1
     assert len(left_out) == 3 and left_out[1].startswith("tp=4: ")
     assert left_out[1].endswith("has 9 heads and 3 of keys and values, which 4 ranks of tp cannot share")
     large = replace(case("8xL4"), model=models.from_sizes(64, 96, 2, 8, 2, 50))
-    settings = {"tp": {"sequence_parallel": True}, "pp": {"pipeline_schedule": "gpipe"}}
+    settings = PLAIN | {"sequence_parallel": True, "pipeline_schedule": "gpipe"}
     found, left_out = on_all_meshes(large, settings)
     assert [
         (str(one.mesh), one.micro_batch_size, one.config.sequence_parallel, one.config.pipeline_schedule)
@@ -82,39 +81,32 @@ def test_meshes_that_do_not_fit_are_left_out_with_the_reason():
     assert left_out[0].startswith("dp=8: --global-batch-size 8 does not divide") and len(left_out) == 4
     assert left_out[-1] == "pp=8: --mesh with pp: 2 blocks cannot be cut into 8 stages; take fewer"
     with pytest.raises(UserError, match="--mesh auto: no mesh fits; dp=8: --global-batch-size 8"):
-        on_all_meshes(replace(large, model=models.from_sizes(64, 96, 1, 1, 1, 50)), {})
+        on_all_meshes(replace(large, model=models.from_sizes(64, 96, 1, 1, 1, 50)), PLAIN)
 
 
 @pytest.mark.parametrize("gpus", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it(gpus):
-    """Its step takes at least so long, and is not the fastest. Nothing is left out where nothing else fits."""
-    few = replace(case(f"{gpus}xL4", batch=gpus), sequence_length=2048)
-    made = replace(few, model=models.from_sizes(256, 1024, 2, 2, 2, 50), costs=costs_of(few.cluster))
-    many = replace(made, config=few.config.but(grad_accum_steps=1))
-    tasks = [(filled(each), "zero1") for each in on_all_meshes(many, {})[0]]
-    pipelines = [task for task in tasks if task[0].config.has_stages]
-    found = [outcome(*task) for task in tasks if task not in pipelines]
-    kept, lines = worth_simulating(pipelines, found, many)
-    best_s = min(one.simulated.step_time_s for one in found if one.simulated)
-    assert len(lines) == len(pipelines) - len(kept) and lines
-    for task in pipelines:
-        simulated = outcome(*task).simulated
-        assert simulated and simulated.step_time_s >= least_step_s(task[0], found, 1) > 0, task[0].mesh
-        assert simulated.memory.peak_bytes >= least_bytes(*task, made.model.elements())
-        assert task in kept or simulated.step_time_s > best_s
-    assert least_step_s(pipelines[0][0], found, steps=8) == 0
-    nothing_fits = [replace(one, simulated=simulation(1, 0, 99)) for one in found]
-    assert worth_simulating(pipelines, nothing_fits, many) == (pipelines, [])
+    """Its step takes at least so long, and is not the fastest."""
+    few = replace(case(f"{gpus}xL4", batch=gpus, grad_accum_steps=1), sequence_length=2048)
+    made = replace(few, model=models.from_sizes(256, 1024, 2, 2, 2, 50))
+    space = Space([filled(each) for each in on_all_meshes(made, PLAIN)[0]], ("zero1",), any_mesh=True)
+    search = Search(space)
+    found = list(search.run(lambda cases: map(outcome, cases), 1))
+    kept = [each.case.name for each in found]
+    pipelines = [each for each in space.roots() if each.config.has_stages and each.name not in kept]
+    assert pipelines and len(search.left_out) == len(pipelines)
+    for each in pipelines:
+        assert search.best and outcome(each).step_s >= search.least_s(each) > search.best.step_s, each.mesh
 
 
-@each_row(("layers", "left_out"), [(4, ""), (8, "simple_ddp@dp4: "), (40, "simple_ddp@dp4, tp@dp2-pp2: ")])
+@each_row(("layers", "left_out"), [(4, ""), (8, "simple_ddp@dp4: "), (40, "simple_ddp@dp4: ")])
 def test_what_cannot_fit_is_left_out(layers, left_out):
     """Layers of 0.2 billion parameters. Of 40 nothing fits, and the leanest are kept."""
     few = replace(case("4xL4", batch=64), model=models.from_sizes(4096, 11008, layers, 1, 1, 50))
-    names = {"dp=4": ("simple_ddp", "zero3"), "dp=2,pp=2": ("tp", "zero3"), "pp=4": ("tp",)}
-    tasks = [(each, name) for each in on_all_meshes(few, {})[0] for name in names[str(each.mesh)]]
-    kept, lines = that_may_fit(tasks)
-    assert "".join(lines).startswith(left_out) and len(kept) == 5 - left_out.count("@") and len(lines) == bool(left_out)
+    space = Space(on_all_meshes(few, PLAIN)[0][:1], ("simple_ddp", "zero3"), any_mesh=True)
+    search = Search(space)
+    kept = search.that_may_fit(list(space.roots()))
+    assert len(kept) == 2 - bool(left_out) and search.left_out.get("states", "").startswith(left_out)
 
 
 def test_plan_of_all_meshes(tmp_path):
@@ -143,6 +135,6 @@ def test_a_pipeline_is_found_where_nothing_else_fits():
     how = ["--sequence-length", "64", "--global-batch-size", "8", "--pipeline-schedule", "zb-h1"]
     answer = run_in_process(script, *sizes, *where, *how)
     assert answer.returncode == 0, answer.stderr
-    assert "Take simple_ddp@pp2 (main_parallel.py --ddp-choice simple_ddp --mesh pp=2)" in answer.stdout
+    assert "Take simple_ddp@pp2: " in answer.stdout
     assert "simple_ddp@pp2: rank 0 of the pipeline holds most" in answer.stdout
     assert "Left out: simple_ddp@dp2: parameters, gradients" in answer.stdout

@@ -11,16 +11,14 @@ import pytest
 import torch
 
 import sharding
-from ddp_lab.planner import beside, models, plan_command
 from ddp_lab.planner import command as script
-from ddp_lab.planner.choices import choices
+from ddp_lab.planner import models, plan, search
 from ddp_lab.planner.contracts import Costs
-from ddp_lab.planner.plan import Outcome, simulating
+from ddp_lab.planner.findings import reasons, recommended, runner_command
 from ddp_lab.planner.rates import flops_of_a_sample, multiplied
-from ddp_lab.planner.report.columns import PLAN_COLUMNS
-from ddp_lab.planner.report.recommendation import reasons, recommended
-from ddp_lab.planner.report.table import Plan, interval
-from ddp_lab.planner.report.wording import runner_command
+from ddp_lab.planner.search import Outcome, simulating
+from ddp_lab.planner.space import REGISTRIES
+from ddp_lab.planner.table import PLAN_COLUMNS, interval, row
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
 from ddp_lab.runtime.records.flops import model_flops
@@ -33,7 +31,7 @@ WHERE = ["--gpus", "2xL4", "--link", "pcie4"]
 TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
 
 
-def plan(*arguments):
+def planned(*arguments):
     return run_in_process(script, *arguments)
 
 
@@ -48,9 +46,9 @@ def test_simulations_of_a_process_that_has_threads(monkeypatch):
     torch.set_num_threads(2)
     try:
         assert elements() == 2**20
-        monkeypatch.setattr("ddp_lab.planner.plan.outcome", elements)
+        monkeypatch.setattr(search, "outcome", elements)
         with simulating(2) as simulate:
-            assert list(simulate([("case", "choice")] * 2)) == [2**20] * 2  # type: ignore[comparison-overlap,list-item]
+            assert list(simulate([case()] * 2)) == [2**20] * 2  # type: ignore[comparison-overlap]
     finally:
         torch.set_num_threads(threads)
 
@@ -61,22 +59,22 @@ def test_simulations_of_a_process_that_has_threads(monkeypatch):
 def test_a_row_says_what_the_simulation_says():
     """20.5 GiB of an L4's 22.5 GiB fit beside CUDA's 1; 8 samples of 128 tokens in 100 ms; 2 devices for 12 an hour
     each; fp32 at 30.3 TFLOP/s."""
-    plan = made(price=12, tokens=1024 * 36e3, zero1=simulation(100, 20, 20.5))
-    (row,) = plan.rows
+    outcomes = made(price=12, tokens=1024 * 36e3, zero1=simulation(100, 20, 20.5))
+    flops = flops_of_a_sample(outcomes[0].case.model, 128)
+    of = row(outcomes[0], flops)
     usable = 23034 * 2**20 - GIB
-    assert row["fits"] == "yes" and row["spare_bytes"] == usable - row["peak_bytes"] and row["peak_bytes"] == 20.5 * GIB
-    assert row["entrypoint"] == "main_shard.py" and row["resting_bytes"] == row["peak_parameters_bytes"] == 10.25 * GIB
-    assert row["samples_per_second"] == pytest.approx(80) and row["tokens_per_second"] == pytest.approx(80 * 128)
-    assert row["exposed_ms"] == pytest.approx(20) and row["exposed_pct"] == pytest.approx(20)
-    assert row["tokens_per_second_per_device"] == pytest.approx(40 * 128) and "cost_per_million_samples" not in row
-    assert row["cost_per_billion_tokens"] == pytest.approx(2 * 12 * 1e9 / (80 * 128) / 3600)
-    assert row["training_hours"] == pytest.approx(1.0) and row["training_cost"] == pytest.approx(24)
-    flops = flops_of_a_sample(plan.case.model, 128)
-    assert flops and row["mfu_pct"] == pytest.approx(100 * 80 * flops / (2 * 30.3e12))
-    assert "10,240 tokens/s, 1.0 hours and 24 $ in all; its peak" in " ".join(reasons(plan.rows))
-    (row,) = made(zero1=simulation(100, 20, 22.5), tokens=1e9).rows
-    assert row["fits"] == "no" and row["spare_bytes"] < 0 and "cost_per_billion_tokens" not in row
-    assert "training_hours" not in row, "it never ends"
+    assert of["fits"] == "yes" and of["spare_bytes"] == usable - of["peak_bytes"] and of["peak_bytes"] == 20.5 * GIB
+    assert of["entrypoint"] == "main_shard.py" and of["resting_bytes"] == of["peak_parameters_bytes"] == 10.25 * GIB
+    assert of["samples_per_second"] == pytest.approx(80) and of["tokens_per_second"] == pytest.approx(80 * 128)
+    assert of["exposed_ms"] == pytest.approx(20) and of["exposed_pct"] == pytest.approx(20)
+    assert of["tokens_per_second_per_device"] == pytest.approx(40 * 128) and "cost_per_million_samples" not in of
+    assert of["cost_per_billion_tokens"] == pytest.approx(2 * 12 * 1e9 / (80 * 128) / 3600)
+    assert of["training_hours"] == pytest.approx(1.0) and of["training_cost"] == pytest.approx(24)
+    assert flops and of["mfu_pct"] == pytest.approx(100 * 80 * flops / (2 * 30.3e12))
+    assert "10,240 tokens/s, 1.0 hours and 24 $ in all; its peak" in " ".join(reasons(outcomes))
+    of = row(made(zero1=simulation(100, 20, 22.5), tokens=1e9)[0])
+    assert of["fits"] == "no" and of["spare_bytes"] < 0 and "cost_per_billion_tokens" not in of
+    assert "training_hours" not in of, "it never ends"
 
 
 @each_row(
@@ -136,12 +134,12 @@ def test_interval():
 )
 def test_which_choice_is_recommended(times, peaks, taken):
     names = ("simple_ddp", "flat_ddp", "zero3")
-    rows = made(**{name: simulation(ms, 0, gib) for name, ms, gib in zip(names, times, peaks, strict=True)}).rows
-    best = recommended(rows)
-    assert (best and best["choice"]) == taken
-    text = " ".join(reasons(rows))
-    assert text.startswith(f"Take {taken} (main_" if taken else "No choice fits. zero3 comes nearest: ")
-    assert "nothing to recommend" in reasons(made(zero1=None).rows)[0]
+    outcomes = made(**{name: simulation(ms, 0, gib) for name, ms, gib in zip(names, times, peaks, strict=True)})
+    best = recommended(outcomes)
+    assert (best and best.case.config.choice) == taken
+    text = " ".join(reasons(outcomes))
+    assert text.startswith(f"Take {taken}: " if taken else "No choice fits. zero3 comes nearest: ")
+    assert "nothing to recommend" in reasons(made(zero1=None))[0]
 
 
 # Beside the plan -----------------------------------------------------------------------------------------------------
@@ -153,39 +151,32 @@ def test_which_choice_is_recommended(times, peaks, taken):
         ({"block": 12, "selective": 20, "micro 1": 30}, ("selective (20.00 GiB", "block (12.00 GiB")),
         ({}, ("would fit with none of: --grad-accum-steps 8",)),
         ({"8": 8}, ("any of: 8 devices (8.00 GiB at the peak, 90.0 ms a step)",)),
-        ({"zero3": 9}, ("zero3 (9.00 GiB",)),
+        ({"zero3": 9}, ("--ddp-choice zero3 (9.00 GiB",)),
     ],
 )
-def test_what_does_not_fit_says_what_would(monkeypatch, peaks, said):
-    def outcomes(tasks, jobs):
-        found = []
-        for each, choice in tasks:
-            names = {choice, each.config.strategy.activation_checkpointing}
-            names |= {str(each.cluster.world_size), f"micro {each.micro_batch_size}"}
-            found.append(Outcome(each, choice, simulation(90, 0, min(peaks.get(name, 40) for name in names))))
-        return found
+def test_what_does_not_fit_says_what_would(peaks, said):
+    def simulate(cases):
+        for each in cases:
+            names = {each.config.choice, each.level, str(each.cluster.world_size), f"micro {each.micro_batch_size}"}
+            yield Outcome(each, simulation(90, 0, min(peaks.get(name, 40) for name in names)))
 
-    monkeypatch.setattr(beside, "outcomes", outcomes)
     of = case(batch=16)
-    plan = Plan([of], [Outcome(of, "zero1", simulation(100, 0, 30)), Outcome(of, "simple_ddp", None, "?")])
-    (sentence,) = beside.besides(plan, 1)
+    outcomes = [Outcome(of.but(choice="zero1"), simulation(100, 0, 30)), Outcome(of.but(choice="zero2"), None, "?")]
+    (sentence,) = plan.besides(outcomes, None, simulate)
     assert all(words in sentence for words in said)
 
 
-def test_what_would_be_faster_is_simulated_too(monkeypatch):
+def test_what_would_be_faster_is_simulated_too():
     """bf16 where fp32 is planned; less recomputation where blocks are computed again and there is room."""
     speeds = {"bf16": 60, "selective": 70, "none": 101}
-    monkeypatch.setattr(
-        beside,
-        "outcomes",
-        lambda tasks, jobs: [
-            Outcome(each, name, simulation(speeds[precision if precision == "bf16" else again], 0, 8))
-            for each, name in tasks
-            for precision, again in [(each.config.strategy.precision, each.config.strategy.activation_checkpointing)]
-        ],
-    )
-    blocks = replace(case(), config=case().config.but(activation_checkpointing="block"))
-    (sentence,) = beside.besides(Plan([blocks], [Outcome(blocks, "zero1", simulation(100, 0, 9))]), 1)
+
+    def simulate(cases):
+        for each in cases:
+            precision = each.config.strategy.precision
+            yield Outcome(each, simulation(speeds[precision if precision == "bf16" else each.level], 0, 8))
+
+    blocks = Outcome(case(activation_checkpointing="block", choice="zero1"), simulation(100, 0, 9))
+    (sentence,) = plan.besides([blocks], blocks, simulate)
     assert "--precision bf16 60.0 ms" in sentence and "selective 70.0 ms" in sentence and "none" not in sentence
 
 
@@ -199,15 +190,14 @@ def test_what_would_be_faster_is_simulated_too(monkeypatch):
 )
 def test_the_command_of_a_run_is_one(gpus, mesh, choice, words):
     settings = {"mesh": mesh, "grad_accum_steps": 1, "activation_checkpointing": "selective", "clip_grad_norm": 1.0}
-    planned = replace(case(gpus), config=case(gpus).config.but(**settings))
-    planned = replace(planned, model=replace(planned.model, task="causal-lm"))
-    command = runner_command(planned, choice)
+    of = case(gpus, choice=choice, **settings)
+    command = runner_command(replace(of, model=replace(of.model, task="causal-lm")))
     assert command.startswith("uv run torchrun ") and words in command
     script_name, *arguments = command[command.index("main_") :].split()
     registry = importlib.import_module(ENTRYPOINTS[script_name]).REGISTRY
     config = parse_config("", registry, arguments=arguments)
     model = {"model": "HuggingFaceTB/SmolLM2-135M", "task": "causal-lm", "sequence_length": 128}
-    assert config == planned.config.but(choice=choice, **model)
+    assert config == of.config.but(**model)
 
 
 # The command --------------------------------------------------------------------------------------------------------
@@ -216,7 +206,7 @@ def test_the_command_of_a_run_is_one(gpus, mesh, choice, words):
 def test_plan_from_beginning_to_end(tmp_path):
     """On the real simulator: choices of both families, one that cannot be simulated, table and CSV."""
     files = ["--csv", str(tmp_path / "a" / "plan.csv"), "--price", "0.8", "--jobs", "1", "--precision", "bf16"]
-    answer = plan(*TINY, *WHERE, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
+    answer = planned(*TINY, *WHERE, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
     assert answer.returncode == 0, answer.stderr
     loads, begun, *choices_done = answer.stderr.splitlines()  # a pipe sees each choice when it is done
     assert (loads, begun[:20]) == ("loading torch", "simulating 4 choices") and len(choices_done) == 4
@@ -244,11 +234,11 @@ def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path):
     for flags in ([], ["--router-bias", "0.001"]):
         table = tmp_path / "plan.csv"
         how = ["--mesh", "dp=2,ep=2", "--choices", "zero1", *flags, "--csv", str(table)]
-        answer = plan("--model", "sample-moe", *where, *how)
+        answer = planned("--model", "sample-moe", *where, *how)
         assert answer.returncode == 0, answer.stderr
         found.append(pd.read_csv(table).step_time_ms[0])
     assert 1.2 < found[0] / found[1] < 1.5
-    assert "Take zero1@dp2-ep2 (main_parallel.py" in answer.stdout and " --workload sample-moe " in answer.stdout
+    assert "Take zero1@dp2-ep2: " in answer.stdout and " --workload sample-moe " in answer.stdout
     assert "Experts: each is assumed to get equally many tokens" in answer.stdout
     assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
 
@@ -276,7 +266,8 @@ def test_commands_of_the_guide_can_be_planned():
     assert len(sections) == 5
     for section in sections:
         (command,) = re.findall(r"^    uv run ddp-lab plan (.+)$", section, re.MULTILINE)
-        options = script.build_parser("plan").parse_args(command.split())
-        plan_command.cases_of(options)
-        (taken,) = re.findall(r"^- Take (\w+) ", section, re.MULTILINE)
-        assert taken in options.choices.split(",") and taken in choices([taken])
+        options = script.build_parser().parse_args(command.split())
+        options.searches = False
+        plan.space_of(options)
+        (taken,) = re.findall(r"^- Take (\w+):", section, re.MULTILINE)
+        assert taken in options.choices.split(",") and any(taken in of.sentences for of in REGISTRIES.values())

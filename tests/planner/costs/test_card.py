@@ -16,8 +16,8 @@ from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import card, hardware
 from ddp_lab.planner.costs.card import SIZES, Sizes, on_memory
 from ddp_lab.planner.costs.entries import Entry, filled, table
-from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.plan import Case, simulate_step
+from ddp_lab.planner.search import simulate_step
+from ddp_lab.planner.space import Case
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.untrusted import fitted
 from tests.in_process import run_in_process
@@ -110,9 +110,9 @@ def step_of(entry: Mapping[str, Any], folder: Path) -> float:
     path.write_text(card.toml("mine", entry))
     cluster = hardware.cluster(f"2x{path}")
     model = replace(models.from_sizes(32, 48, 1, heads=1, vocab=50), task="causal-lm")
-    config = RunConfig.of(global_batch_size=4, grad_accum_steps=1, precision="bf16-true")
-    planned = Case(model, cluster, config, 64, costs_of(cluster))
-    return simulate_step(planned.setting("bucket_ddp_async"), cluster, planned.costs).step_time_s
+    config = RunConfig.of(choice="bucket_ddp_async", global_batch_size=4, grad_accum_steps=1, precision="bf16-true")
+    planned = Case(model, cluster, config, 64)
+    return simulate_step(planned.setting, cluster, planned.costs).step_time_s
 
 
 def test_the_link_of_the_ranks_that_measure(ranks: RankPool):

@@ -1,0 +1,329 @@
+"""What a reader must know of a plan besides its table, in sentences: which case to take and why, what would make others
+fit or be faster, and how sure all that is."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.sources import LINK_ERROR
+from ddp_lab.planner.models import IMAGES
+from ddp_lab.planner.search import TIGHT, Outcome
+from ddp_lab.planner.space import GIB, Case, Space, entrypoints
+from ddp_lab.planner.table import interval, note, rates
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
+from ddp_lab.runtime.errors import UserError, listed
+from ddp_lab.runtime.settings.data import CAUSAL_LM
+from ddp_lab.runtime.settings.field import flag_name
+from ddp_lab.runtime.settings.mesh import ULYSSES
+from ddp_lab.strategy.options import BLOCK, NO_RECOMPUTATION, SELECTIVE
+
+AS_FAST = 0.02
+"""Choices that take at most this share longer than the fastest count as equally fast: most errors are common to all."""
+AMPLE = 0.2
+"""What leaves this share of the usable memory free has ample room, so that a smaller peak is no advantage."""
+MOST_ROWS = 10
+NAMED = ("mesh", "param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload")
+"""Settings that the headline names where they are given."""
+ALWAYS = ("choice", "task", "model", "global_batch_size", "grad_accum_steps", "precision")
+"""Settings that the command of a run names though they are the runner's defaults."""
+LEANEST = "zero3"
+MORE_DEVICES = (2, 4, 8)
+CHUNKS = 8
+"""Parts of the loss that are tried where a plan computes it whole."""
+UNSURE = "and what the allocator keeps unused is not in the peak"
+
+# What to take ---------------------------------------------------------------------------------------------------------
+
+
+def equally_fast(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Of those that leave a tenth of the memory free, or if none does, of those that fit, the fastest and those that
+    are equally fast."""
+    fitting = [found for found in outcomes if found.fits()]
+    fitting = [found for found in fitting if found.fits(TIGHT)] or fitting
+    limit_s = min((found.step_s for found in fitting), default=0.0) * (1 + AS_FAST)
+    return [found for found in fitting if found.step_s <= limit_s]
+
+
+def recommended(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """Of the equally fast ones, the first of those that leave ample room, if one does without a mesh; if none leaves
+    it, the one with the smallest peak. None if none fits."""
+    equal = equally_fast(outcomes)
+    roomy = sorted((found for found in equal if found.fits(AMPLE)), key=lambda found: found.case.mesh is not None)
+    return roomy[0] if roomy else min(equal, key=lambda found: found.peak_bytes, default=None)
+
+
+def front(outcomes: Sequence[Outcome], best: Outcome) -> list[Outcome]:
+    """The best, and those that no other beats both in speed and in memory to spare, the fastest first."""
+    kept, most = [best], -1.0
+    for found in sorted(outcomes, key=lambda found: (found.step_s, -found.spare_bytes)):
+        if found.fits(TIGHT if best.fits(TIGHT) else 0.0) and found.spare_bytes > most:
+            most = found.spare_bytes
+            kept += [found] * (found is not best)
+    return kept[:MOST_ROWS]
+
+
+def reasons(outcomes: Sequence[Outcome], searches: bool = False) -> list[str]:
+    """Which case to take and why, or what is missing."""
+    known = [found for found in outcomes if found.simulated]
+    if not known:
+        return ["No choice could be simulated, so there is nothing to recommend."]
+    leanest, best = min(known, key=lambda found: found.peak_bytes), recommended(outcomes)
+    if best is None:
+        nearest = f"{described(leanest) if searches else leanest.case.name} comes nearest"
+        return [
+            f"No choice fits. {nearest}: its peak of {gib(leanest.peak_bytes)} is {gib(-leanest.spare_bytes)} more "
+            "than a device has left for tensors."
+        ]
+    assert best.simulated
+    name, step_ms = best.case.name, best.step_s * 1e3
+    low_s, high_s = interval(best.simulated, best.case.costs)
+    sentences = [
+        f"Take {described(best) if searches else name}: {step_ms:,.1f} ms a step ({low_s * 1e3:,.1f} to "
+        f"{high_s * 1e3:,.1f}), {speed(best)}; its peak of {gib(best.peak_bytes)} leaves {gib(best.spare_bytes)} to "
+        "spare.",
+        f"Run it: {runner_command(best.case)}",
+    ]
+    fits = [found for found in known if found.fits()]
+    fastest = min(fits, key=lambda found: found.step_s)
+    if not best.fits(TIGHT):
+        sentences.append(f"Nothing leaves a tenth of the memory free, {UNSURE}.")
+    elif not fastest.fits(TIGHT) and fastest.step_s < best.step_s:
+        sentences.append(
+            f"{fastest.case.name} is faster, {fastest.step_s * 1e3:,.1f} ms a step, and not recommended: it leaves "
+            f"{gib(fastest.spare_bytes)}, less than a tenth, {UNSURE}."
+        )
+    if searches:
+        return sentences
+    # Others
+    equal = equally_fast(outcomes)
+    if len(equal) > 1:
+        why = "it is the simplest of them with ample room" if best.fits(AMPLE) else "its peak is the smallest of them"
+        others = listed([found.case.name for found in equal if found is not best])
+        sentences.append(f"Equally fast within {AS_FAST:.0%}: {others}; {name} is taken since {why}.")
+    slower = [found for found in fits if found.step_s > best.step_s and found not in equal]
+    if slower:
+        second = min(slower, key=lambda found: found.step_s)
+        more_ms, exposed_ms = second.step_s * 1e3 - step_ms, (exposed_s(second) - exposed_s(best)) * 1e3
+        why = f", with {exposed_ms:,.1f} ms more of exposed communication" if exposed_ms > more_ms / 2 else ""
+        sentences.append(f"Next in speed is {second.case.name}, {more_ms:,.1f} ms a step slower{why}.")
+    meshes = list(dict.fromkeys(found.case.config.mesh for found in known if found.case.mesh))
+    if len(meshes) > 1:
+        of_mesh = {mesh: recommended([found for found in known if found.case.config.mesh == mesh]) for mesh in meshes}
+        times = [f"{found.case.name} {found.step_s * 1e3:,.1f} ms" for found in of_mesh.values() if found]
+        empty = [mesh for mesh, found in of_mesh.items() if found is None]
+        nothing = f" Nothing fits on {listed(empty)}." if empty else ""
+        sentences.append(f"Of each mesh: {listed(times)}.{nothing}")
+    if leanest.peak_bytes < 0.95 * best.peak_bytes:
+        sentences.append(
+            f"For larger batches or models, {leanest.case.name} has the smallest peak: {gib(leanest.peak_bytes)}, at "
+            f"{leanest.step_s / best.step_s:.2f} times the step time."
+        )
+    if too_large := [found for found in known if not found.fits()]:
+        smallest = min(too_large, key=lambda found: found.peak_bytes)
+        sentences.append(
+            f"Not on these devices: {listed([found.case.name for found in too_large])}; of them {smallest.case.name} "
+            f"comes nearest, short of {gib(-smallest.spare_bytes)}."
+        )
+    if best.spare_bytes > best.peak_bytes:
+        unused = f"{gib(best.spare_bytes)} of a device's memory stay unused"
+        sentences.append(f"{unused}: `ddp-lab plan search` looks for the batch, recomputation and mesh that use them.")
+    return sentences
+
+
+def described(found: Outcome) -> str:
+    """`zero2, 4 micro-batches of 2, recomputation selective`."""
+    steps, micro = found.case.config.grad_accum_steps, found.case.micro_batch_size
+    count = f"{steps} micro-batches" if steps > 1 else "one micro-batch"
+    again = "no recomputation" if found.case.level == NO_RECOMPUTATION else f"recomputation {found.case.level}"
+    return f"{found.case.name}, {count} of {micro}, {again}{', compiled' * found.case.config.strategy.compile}"
+
+
+def speed(found: Outcome) -> str:
+    """Samples or tokens a second, and what all tokens take and cost, if that is asked."""
+    figures = rates(found.case, found.step_s, None)
+    said = f"{figures['samples_per_second']:,.1f} samples/s"
+    if "tokens_per_second" in figures:
+        said = f"{figures['tokens_per_second']:,.0f} tokens/s"
+    return said + total(figures)
+
+
+def total(figures: Mapping[str, float]) -> str:
+    """What --tokens take and cost; empty without them."""
+    dollars = f" and {figures['training_cost']:,.0f} $" if "training_cost" in figures else ""
+    return f", {figures['training_hours']:,.1f} hours{dollars} in all" if "training_hours" in figures else ""
+
+
+def exposed_s(found: Outcome) -> float:
+    return found.simulated.exposed_s if found.simulated else 0.0
+
+
+def gib(held: float) -> str:
+    return f"{held / GIB:,.2f} GiB"
+
+
+# Beside it: one axis released -----------------------------------------------------------------------------------------
+
+
+def remedies(case: Case, any_choice: bool) -> Iterator[tuple[str, Case]]:
+    """What needs less memory, one change at a time, and two at once. Changes that make no sense are left out.
+
+    Args:
+        any_choice: The leanest choice is one.
+    """
+    strategy, micro = case.config.strategy, case.micro_batch_size
+    alone = {"grad_accum_steps": case.config.grad_accum_steps * micro} if micro > 1 else {}
+    changes: list[Mapping[str, Any]] = [alone] if alone else []
+    if strategy.activation_checkpointing == NO_RECOMPUTATION:
+        changes += [{"activation_checkpointing": level} for level in (SELECTIVE, BLOCK)]
+        changes += [{"activation_checkpointing": BLOCK, **alone}] if alone else []
+    if case.model.task == CAUSAL_LM and strategy.loss_chunks == 1:
+        changes.append({"loss_chunks": CHUNKS})
+    if any_choice and case.config.choice != LEANEST and LEANEST in entrypoints(case.mesh):
+        changes.append({"choice": LEANEST})
+    yield from changed(case, changes)
+    for factor in MORE_DEVICES if case.mesh is None else ():
+        cluster, ranks = case.cluster, case.cluster.ranks_per_node * factor
+        nodes, ranks = (cluster.nodes, ranks) if ranks <= 8 else (cluster.nodes * factor, cluster.ranks_per_node)
+        between = cluster.between or cluster.inside
+        larger = replace(cluster, nodes=nodes, ranks_per_node=ranks, between=between)
+        if case.config.global_batch_size % (case.config.grad_accum_steps * larger.world_size) == 0:
+            yield f"{larger.world_size} devices", replace(case, cluster=larger)
+
+
+def hints(case: Case) -> Iterator[tuple[str, Case]]:
+    """What may take less time at the price of memory or of digits."""
+    strategy, rates = case.config.strategy, case.cluster.device.flops_per_s
+    is_fp32 = strategy.precision == "fp32" and not strategy.param_dtype
+    if is_fp32 and rates.get("bfloat16", 0.0) > rates.get("float32", 0.0):
+        yield from changed(case, [{"precision": "bf16"}])
+    if case.level != NO_RECOMPUTATION:
+        levels = [level for level in (SELECTIVE, NO_RECOMPUTATION) if level != case.level]
+        yield from changed(case, [{"activation_checkpointing": level} for level in levels])
+
+
+def changed(case: Case, changes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Case]]:
+    """The case with each of the changes that goes with its other settings, and the flags that make it."""
+    for change in changes:
+        try:
+            yield " and ".join(f"{flag_name(name)} {value}" for name, value in change.items()), case.but(**change)
+        except UserError:
+            continue
+
+
+def what_fits(name: str, tried: Sequence[str], outcomes: Sequence[Outcome]) -> str:
+    """Which of the changes that were tried make room for what comes nearest."""
+    fitting = [
+        f"{words} ({gib(found.peak_bytes)} at the peak, {found.step_s * 1e3:,.1f} ms a step{price_of(found)})"
+        for words, found in zip(tried, outcomes, strict=True)
+        if found.fits()
+    ]
+    any_of = f"any of: {'; '.join(fitting)}" if fitting else f"none of: {'; '.join(tried)}"
+    return f"{name} would fit with {any_of}."
+
+
+def price_of(found: Outcome) -> str:
+    """What all tokens cost, or a billion, or samples; empty without a price."""
+    figures = rates(found.case, found.step_s, None)
+    if "training_hours" not in figures and "cost_per_billion_tokens" in figures:
+        return f", {figures['cost_per_billion_tokens']:,.0f} $ for a billion tokens"
+    if "cost_per_million_samples" in figures:
+        return f", {figures['cost_per_million_samples']:,.2f} $ for a million samples"
+    return total(figures)
+
+
+def what_is_faster(best: Outcome, tried: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
+    """Which of the changes that were tried take less time than the recommended case, and fit."""
+    faster = [
+        f"{words} {found.step_s * 1e3:,.1f} ms a step and {gib(found.peak_bytes)}"
+        for words, found in zip(tried, outcomes, strict=True)
+        if found.fits() and found.step_s < best.step_s
+    ]
+    return [f"Faster, of {best.case.name}: {listed(faster)} at the peak."] if faster else []
+
+
+# What is planned, and how sure it is ----------------------------------------------------------------------------------
+
+
+def headline(space: Space) -> str:
+    """What is planned; unless it is searched, also how many micro-batches a step has."""
+    case, cases = space.cases[0], space.cases
+    cluster, config = case.cluster, case.config
+    nodes = f"{cluster.nodes} nodes of " * (cluster.nodes > 1) + f"{cluster.ranks_per_node}"
+    between = f", {cluster.between.name} between nodes" if cluster.between and cluster.nodes > 1 else ""
+    samples = f"{case.sequence_length} tokens" if case.model.kind == "tokens" else "224 x 224 pixels"
+    sizes, counts = (
+        " or ".join(map(str, sorted(numbers)))
+        for numbers in ({each.micro_batch_size for each in cases}, {each.config.grad_accum_steps for each in cases})
+    )
+    given = {name: config.as_dict()[name] for name in NAMED if not (len(cases) > 1 and name == "mesh")}
+    settings = [
+        *[case.model.task] * (case.model.kind == "tokens"),
+        config.strategy.precision,
+        *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NO_RECOMPUTATION, 1)),
+        *["--sequence-parallel"] * any(each.config.sequence_parallel for each in cases),
+        *{f"pipelines {each.config.pipeline_schedule}" for each in cases if each.config.has_stages},
+    ]
+    steps = f": {counts} micro-batch{'es' * (counts != '1')} of {sizes} on each rank" * (not space.any_steps)
+    return (
+        f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "
+        f"on {nodes} x {cluster.device.name}, {cluster.inside.name}{between}.\nA global batch of "
+        f"{config.global_batch_size} samples of {samples}{steps}; {', '.join(settings)}."
+    )
+
+
+def notes(outcomes: Sequence[Outcome], left_out: Sequence[str]) -> list[str]:
+    """What is not known of a choice, with all choices that it is about, and what is left out."""
+    by_note: dict[str, list[str]] = {}
+    for found in outcomes:
+        by_note.setdefault(note(found.simulated) if found.simulated else found.reason, []).append(found.case.name)
+    about = [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in by_note.items() if text]
+    return about + [f"Left out: {line}" for line in left_out]
+
+
+def certainty(space: Space) -> list[str]:
+    """What is assumed, what intervals and spare memory mean, and where the costs come from."""
+    case, cases = space.cases[0], space.cases
+    costs, cluster, price = case.costs, case.cluster, case.price
+    is_cuda = cluster.device.kind == "cuda"
+    spare = "a device's memory, less 1 GiB for CUDA itself" if is_cuda else "a rank's part of the machine's memory"
+    lines = []
+    if any(each.config.has_experts for each in cases):
+        lines.append("Experts: each is assumed to get equally many tokens; one that gets more holds up all ranks.")
+    # No plan has a dropout of attention: kernels keep nothing for it. But a ring refuses to run with it.
+    has_ring = any(each.config.cuts_tokens and each.config.context_parallel != ULYSSES for each in cases)
+    if has_ring and (dropout := case.model.attention_dropout):
+        what = "A ring refuses to run with it: set it to 0 in the model's config, or take ulysses."
+        lines.append(f"Dropout: that of attention ({dropout:g}) is left out. {what}")
+    lines.append(
+        f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {LINK_ERROR:.0%}. "
+        f"To spare: of {spare}."
+    )
+    lines += costs.sources
+    if is_cuda and case.config.strategy.offload:
+        lines.append(f"Host: {hardware.host(cluster.ranks_per_node).source}.")
+    said = f"none is listed for {cluster.device.name}; --price PER_HOUR adds what tokens cost."
+    return [
+        *lines,
+        f"Price: ${price.amount:g} an hour for each device ({price.source})." if price else f"Price: {said}",
+    ]
+
+
+def runner_command(case: Case) -> str:
+    """Starts all ranks of one node. `HOST` and `MODEL` are left to the reader: the address of the first node, and a
+    model that has no name."""
+    cluster, model = case.cluster, case.model
+    tokens = case.sequence_length if model.task == CAUSAL_LM else None
+    name = "MODEL" if " " in model.name or model.kind == IMAGES else model.name
+    named = {"workload" if name in BUILT_IN_LANGUAGE else "model": name}
+    config = case.config.but(task=model.task, sequence_length=tokens, **named)
+    several = [f"--nnodes={cluster.nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
+    words = ["torchrun", *(several if cluster.nodes > 1 else ["--standalone"])]
+    words += [f"--nproc_per_node={cluster.ranks_per_node}", case.entrypoint]
+    plain = RunConfig().as_dict()
+    for setting, value in config.as_dict().items():
+        if value != plain[setting] or (setting in ALWAYS and value is not None):
+            words += [flag_name(setting), *[str(value)] * (value is not True)]
+    return "uv run " + shlex.join(words)

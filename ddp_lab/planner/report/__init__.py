@@ -1,1 +1,0 @@
-"""A plan as people read it: table, recommendation, wording."""

@@ -1,0 +1,180 @@
+"""The table of a plan, a row for each outcome: on the terminal, and in the CSV that `docs/command-line.md` explains."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+
+from ddp_lab.analysis.columns import Column
+from ddp_lab.analysis.metrics.utilization import dtype_of
+from ddp_lab.planner.contracts import COMPONENTS, Costs, Simulated
+from ddp_lab.planner.costs.sources import LINK_ERROR
+from ddp_lab.planner.rates import flops_of_a_sample
+from ddp_lab.planner.search import Outcome
+from ddp_lab.planner.space import Case
+
+GIB = 1 / 2**30
+HOUR_S = 3600
+
+
+def gib(label: str, meaning: str) -> Column:
+    return Column(label, "GiB", meaning, GIB, 2)
+
+
+PLAN_COLUMNS = {
+    "choice": Column("choice", "", "strategy"),
+    "mesh": Column("mesh", "", "ranks by dimension, as --mesh takes them; none without it"),
+    "entrypoint": Column("entrypoint", "", "script that trains with it"),
+    "micro_batch_size": Column("micro", "batch", "samples in a micro-batch of a rank", 1, 0),
+    "grad_accum_steps": Column("accu-", "mulate", "micro-batches of a rank in a step", 1, 0),
+    "activation_checkpointing": Column("recompute", "", "what is computed again in backward"),
+    "compile": Column("compile", "", "whether the model's blocks are compiled"),
+    "fits": Column("fits", "", "yes, no, or unknown where the choice cannot be simulated"),
+    "step_time_ms": Column("step", "ms", "duration of an optimizer step"),
+    "step_time_low_ms": Column("from", "ms", "lower end of the interval in which it should lie"),
+    "step_time_high_ms": Column("to", "ms", "upper end of the same"),
+    "samples_per_second": Column("throughput", "samples/s", "samples of the global batch over the step's duration"),
+    "tokens_per_second": Column("throughput", "tokens/s", "the same in tokens, padding included", 1, 0),
+    "tokens_per_second_per_device": Column("throughput", "tokens/s/GPU", "the same, over the number of devices", 1, 0),
+    "mfu_pct": Column("MFU", "%", "FLOPs of forward and backward, as share of the devices' peak; none without a peak"),
+    "exposed_ms": Column("exposed", "ms", "time of a step in which a rank only waits for communication"),
+    "exposed_pct": Column("exposed", "%", "the same as share of the step"),
+    "cost_per_million_samples": Column("1e6 samples", "$", "of all devices, where samples are images", 1, 2),
+    "cost_per_billion_tokens": Column("1e9 tokens", "$", "of all devices; none without a price", 1, 2),
+    "training_hours": Column("in all", "hours", "time that --tokens take, where the choice fits; none without it"),
+    "training_cost": Column("in all", "$", "what all devices cost in that time", 1, 0),
+    "spare_bytes": gib(
+        "to spare", "memory of a device, less what CUDA itself takes where it is a GPU, less the peak; below 0: missing"
+    ),
+    "peak_bytes": gib("peak", "most bytes that a rank's tensors take at one moment of a step"),
+    **{
+        f"peak_{component}_bytes": gib(label, f"of these, {label}{' buffers' * (component == 'communication')}")
+        for component, label in COMPONENTS.items()
+    },
+    "resting_bytes": gib("at rest", "bytes that a rank's tensors take between two steps"),
+    "note": Column("note", "", "why a choice cannot be simulated, or what no cost is known of"),
+}
+SHOWN = (
+    *("choice", "mesh", "micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile", "fits"),
+    *("tokens_per_second_per_device", "cost_per_billion_tokens", "training_hours", "training_cost"),
+    *("spare_bytes", "step_time_ms", "mfu_pct", "cost_per_million_samples", "peak_bytes", "exposed_ms"),
+    "samples_per_second",
+)
+"""What the terminal shows of them, as many as `WIDTH` has room for, the first of these first."""
+WIDTH = 100
+"""Characters of a table on the terminal."""
+SAME = ("micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile")
+"""Columns that are left out where all rows have the same."""
+TEXTS = ("choice", "mesh", "activation_checkpointing", "compile", "fits")
+
+
+def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
+    """Bounds in seconds of the step time, if operators are off by no more than `compute_error` and collectives by no
+    more than `LINK_ERROR`.
+
+    A step is a longest chain of operators and collectives. If all of them grow by one factor, so does the step. If only
+    operators grow, or only collectives, it grows by no more than all of them. So it is off by the smaller error's share
+    of itself, and the difference of both errors' share of all compute, or of all communication.
+    """
+    compute, link, step = costs.compute_error, LINK_ERROR, simulated.step_time_s
+    wider = simulated.communication_s if link > compute else simulated.compute_s
+    half = min(compute, link) * step + abs(link - compute) * min(wider, step)
+    return step - half, step + half
+
+
+def row(outcome: Outcome, flops: float | None = None) -> dict[str, Any]:
+    """What the table says of it; columns as `PLAN_COLUMNS` explains them.
+
+    Args:
+        flops: What a sample takes (`rates.flops_of_a_sample`).
+    """
+    case, simulated = outcome.case, outcome.simulated
+    values: dict[str, Any] = {
+        "choice": case.config.choice,
+        **({"mesh": case.config.mesh} if case.mesh else {}),
+        "entrypoint": case.entrypoint,
+        "micro_batch_size": case.micro_batch_size,
+        "grad_accum_steps": case.config.grad_accum_steps,
+        "activation_checkpointing": case.level,
+        "compile": "yes" if case.config.strategy.compile else "no",
+    }
+    if simulated is None:
+        return {**values, "fits": "unknown", "note": outcome.reason}
+    low, high = interval(simulated, case.costs)
+    values |= {
+        "fits": "yes" if outcome.fits() else "no",
+        "spare_bytes": outcome.spare_bytes,
+        "peak_bytes": outcome.peak_bytes,
+        **{f"peak_{component}_bytes": held for component, held in simulated.memory.at_peak.items()},
+        "resting_bytes": sum(simulated.memory.at_rest.values()),
+        "step_time_ms": outcome.step_s * 1e3,
+        "step_time_low_ms": low * 1e3,
+        "step_time_high_ms": high * 1e3,
+        "exposed_ms": simulated.exposed_s * 1e3,
+        "exposed_pct": 100 * simulated.exposed_s / outcome.step_s,
+        "note": note(simulated),
+    }
+    return values | rates(case if outcome.fits() else replace(case, tokens=None), outcome.step_s, flops)
+
+
+def note(simulated: Simulated) -> str:
+    unknown = ", ".join(f"{name} ({count}x)" for name, count in simulated.without_costs.items())
+    notes = [f"no cost known, taken as 0: {unknown}"] * bool(unknown)
+    largest = simulated.largest
+    return "; ".join([*notes, *[f"rank {largest} of the pipeline holds most"] * (largest is not None)])
+
+
+def rates(case: Case, step_s: float, flops: float | None) -> dict[str, float]:
+    """What a step of so many seconds means in samples, tokens, use of the devices, and money."""
+    devices, samples = case.cluster.world_size, case.config.global_batch_size / step_s
+    found = {"samples_per_second": samples}
+    a_second = None if case.price is None else case.price.amount * devices / HOUR_S
+    tf32 = {"tf32": case.model.kind != "tokens"}  # as torch computes convolutions by default
+    device = case.cluster.device
+    peak = device.peak.get(dtype_of(case.config.as_dict() | tf32)) if device.kind == "cuda" else None
+    if flops and peak:
+        found["mfu_pct"] = 100 * flops * samples / (peak * devices)
+    if case.model.kind != "tokens":
+        return found | ({} if a_second is None else {"cost_per_million_samples": a_second / samples * 1e6})
+    tokens = samples * case.sequence_length
+    found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / devices}
+    if a_second is not None:
+        found["cost_per_billion_tokens"] = a_second / tokens * 1e9
+    if case.tokens is not None:
+        found["training_hours"] = case.tokens / tokens / HOUR_S
+        if a_second is not None:
+            found["training_cost"] = case.tokens / tokens * a_second
+    return found
+
+
+def framed(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """The table, with those of `PLAN_COLUMNS` that have any value."""
+    case = outcomes[0].case
+    flops = flops_of_a_sample(case.model, case.sequence_length)
+    frame = pd.DataFrame([row(outcome, flops) for outcome in outcomes])
+    return frame[[name for name in PLAN_COLUMNS if name in frame]]
+
+
+def printed(frame: pd.DataFrame) -> Table:
+    """The table as the terminal shows it: of the columns `SHOWN`, in order of importance, those that `WIDTH` has room
+    for."""
+    without = {name for name in SAME if frame[name].nunique() <= 1}
+    without |= {"samples_per_second"} if "tokens_per_second" in frame else set()
+    cells: Mapping[str, list[str]] = {
+        name: [column.label, column.unit, *map(column.show, frame[name])]
+        for name in SHOWN
+        if name in frame and name not in without
+        for column in (PLAN_COLUMNS[name],)
+    }
+    widths = accumulate(max(map(len, texts)) + 2 for texts in cells.values())
+    shown = [name for name, width in zip(cells, widths, strict=True) if width <= WIDTH + 2]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in sorted(shown, key=list(PLAN_COLUMNS).index):
+        label, unit, *_ = cells[name]
+        table.add_column(f"{label}\n{unit}", justify="left" if name in TEXTS else "right", no_wrap=True)
+    for texts in zip(*(cells[name][2:] for name in sorted(shown, key=list(PLAN_COLUMNS).index)), strict=True):
+        table.add_row(*texts)
+    return table
