@@ -98,4 +98,4 @@ class BucketDDP(ReplicatedStrategy):
         return [bucket.flat for bucket in self.buckets] or super().gradient_tensors()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces([bucket.parameters[0] for bucket in self.buckets], self.trainable.values())
+        return self.gradient_all_reduces(self.trainable.values(), [bucket.parameters[0] for bucket in self.buckets])

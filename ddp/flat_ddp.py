@@ -31,5 +31,5 @@ class FlatDDP(ReplicatedStrategy):
                 parameter.grad = gradient.copy_(reduced)
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        gradients = by_dtype(self.trainable.values())
-        return self.gradient_all_reduces(len(gradients), chain.from_iterable(gradients.values()))
+        gradients = by_dtype(self.trainable.values()).values()
+        return self.gradient_all_reduces(chain(*gradients), calls=[of_dtype[0] for of_dtype in gradients])

@@ -26,5 +26,4 @@ class SimpleDDP(ReplicatedStrategy):
             self.all_reduce(gradient_of(parameter), group=self.group_of(parameter))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        parameters = list(self.trainable.values()) * micro_batches
-        return self.gradient_all_reduces(parameters, parameters)
+        return self.gradient_all_reduces(list(self.trainable.values()) * micro_batches)

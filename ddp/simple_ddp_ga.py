@@ -19,4 +19,4 @@ class SimpleDDPAccumulated(ReplicatedStrategy):
             self.all_reduce(gradient_of(parameter))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces(len(self.trainable), self.trainable.values())
+        return self.gradient_all_reduces(self.trainable.values())

@@ -76,7 +76,7 @@ class DeepSpeedZero(Strategy):
         self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will remove the elements
         self.sizes = {p: p.numel() for p in self.trainable.values()}
         optimizer = require_elementwise(super().build_optimizer(make_optimizer), self.options.elementwise)
-        self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.optimizer_groups = [list(group["params"]) for group in optimizer.param_groups]
         try:
             with redirect_stdout(io.StringIO()):  # it prints much, and some of it not through a logger
                 self.deepspeed = load_deepspeed(self.device)
@@ -216,7 +216,7 @@ class DeepSpeedZero(Strategy):
             ]
         else:
             reductions = 1 if self.stage == 1 else micro_batches
-            flat = [4 * padded(sum(self.sizes[p] for p in group), 2 * size) for group in self.groups]
+            flat = [4 * padded(sum(self.sizes[p] for p in group), 2 * size) for group in self.optimizer_groups]
             traffic = [
                 Collective("all_reduce", reductions, 4 * reductions * sum(trained), size, "gradients"),
                 Collective("all_gather", len(flat), sum(flat), size, "parameters"),
@@ -243,7 +243,7 @@ class DeepSpeedZero2(DeepSpeedZero):
 class DeepSpeedZero3(DeepSpeedZero):
     """Parameters too."""
 
-    communicates_in_forward = reduces_every_micro_batch = True
+    reduces_every_micro_batch = True
     stage = 3
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
 

@@ -44,7 +44,7 @@ class FSDP2(Strategy):
     always_averages = True
     reduces_given_gradients = False
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
-    communicates_in_forward = reduces_every_micro_batch = True
+    reduces_every_micro_batch = True
     supports = Supports(offload=frozenset({"parameters"}), param_dtype=True, replicas=True)
     frees_blocks_after_forward: ClassVar[bool]
 
@@ -79,11 +79,12 @@ class FSDP2(Strategy):
     def mesh(self) -> DeviceMesh:
         """Over which parameters are sharded. With replicas it has two dimensions, and FSDP2 shards over the second."""
         kind = self.device.type
-        if self.replicate_group is None or self.replicas == 1:
-            return DeviceMesh.from_group(self.shard_group, kind)
+        if self.groups.replicate is None:
+            return DeviceMesh.from_group(self.groups.shard, kind)
         ranks = torch.tensor(dist.get_process_group_ranks(self.process_group), device="cpu")
-        groups = [self.replicate_group, self.shard_group]
-        return DeviceMesh.from_group(groups, kind, ranks.view(self.replicas, -1), mesh_dim_names=(REPLICATE, SHARD))
+        numbers = ranks.view(self.groups.replicas, -1)
+        groups = [self.groups.replicate, self.groups.shard]
+        return DeviceMesh.from_group(groups, kind, numbers, mesh_dim_names=(REPLICATE, SHARD))
 
     def _leaves_of(self, unit: FSDPModule) -> dict[str, Tensor]:
         """The unsharded parameters of a unit, by name. FSDP2 keeps the tensors, and frees and refills their storage."""
@@ -122,7 +123,7 @@ class FSDP2(Strategy):
 
     def before_micro_batch(self) -> None:
         """Gradients are reduced into shards at every micro-batch. Only replicas wait for the last one."""
-        if self.replicas > 1 and self._sums_replicas == self.steps.another_follows:
+        if self.groups.replicate and self._sums_replicas == self.steps.another_follows:
             self._sums_replicas = not self._sums_replicas
             self.fsdp.set_requires_all_reduce(self._sums_replicas)
 
@@ -142,7 +143,7 @@ class FSDP2(Strategy):
     # Shards and whole tensors --------------------------------------------------------------------------------------
 
     def gradient_share(self) -> Iterable[Tensor]:
-        if self.replica != 0:  # the first replica speaks for all
+        if self.groups.replica != 0:  # the first replica speaks for all
             return ()
         return [local(p.grad) for p in self.trainable.values() if p.grad is not None and self.speaks_for(p)]
 
@@ -175,7 +176,7 @@ class FSDP2(Strategy):
         return [*self._shards(), *self.gradient_tensors(), *self.optimizer_tensors()]
 
     def expected_host_bytes(self, size: ModelSize) -> int:
-        return Placement.of(self.options).expected_host_bytes(size, self.shard_size)
+        return Placement.of(self.options).expected_host_bytes(size, self.groups.shard_size)
 
     def parameter_pieces(self) -> list[Piece]:
         return [Piece(name, first_element(p), p) for name, p in self.module.named_parameters()]
@@ -210,7 +211,7 @@ class FSDP2(Strategy):
             local(tensor).copy_(local(received))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        own = self.traffic_of(self.units, self.shard_size, micro_batches)
+        own = self.traffic_of(self.units, self.groups.shard_size, micro_batches)
         return [*own, *buffer_broadcasts(self.module, self.group_size)]
 
     def traffic_of(self, units: Iterable[Any], size: int, micro_batches: int, dimension: str = "") -> list[Collective]:
@@ -226,11 +227,11 @@ class FSDP2(Strategy):
         shards = [whole // size for whole in reduced]
         times = micro_batches if size > 1 else 0  # alone, a rank gathers and scatters nothing
         gathered, reduced = gathered * times, reduced * times
-        over_replicas = Collective("all_reduce", len(shards), sum(shards), self.replicas, "gradients", REPLICATE)
+        over_replicas = Collective("all_reduce", len(shards), sum(shards), self.groups.replicas, "gradients", REPLICATE)
         return [
             Collective("all_gather", len(gathered), sum(gathered), size, "parameters", dimension),
             Collective("reduce_scatter", len(reduced), sum(reduced), size, "gradients", dimension),
-            *([over_replicas] if self.replicas > 1 else []),
+            *([over_replicas] if self.groups.replicate else []),
         ]
 
 

@@ -35,10 +35,10 @@ class FSDP2OverMesh(FSDP2):
         return by_mesh(make_optimizer, self.trainable.values())
 
     def of_whole_model(self, parts: dict[str, Tensor], with_aliases: bool = False) -> dict[str, Tensor]:
-        return parts if dist.get_rank(self.everyone) == 0 else {}
+        return parts if dist.get_rank(self.groups.everyone) == 0 else {}
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.load_whole(state, self.everyone)
+        self.load_whole(state, self.groups.everyone)
 
     def parameter_pieces(self) -> list[Piece]:
         raise UnsupportedError("this strategy can neither save nor resume checkpoints; take zero3")

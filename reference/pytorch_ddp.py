@@ -83,7 +83,8 @@ class PyTorchDDP(ReplicatedStrategy):
             )
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        traffic = self.gradient_all_reduces(len(bucket_bytes(self.ddp)), self.trainable.values())
+        trainable = list(self.trainable.values())
+        traffic = self.gradient_all_reduces(trainable, calls=trainable[:1] * len(bucket_bytes(self.ddp)))
         if self.options.find_unused_parameters:  # DDP also exchanges which are used: int32 each
             traffic.append(Collective("all_reduce", 1, 4 * len(self.trainable), self.group_size, "bookkeeping"))
         return traffic

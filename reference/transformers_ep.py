@@ -91,7 +91,7 @@ class TransformersEP(FSDP2OverMesh):
         others = [unit for unit in self.units if unit not in experts]
         copies = self.device_mesh[DATA].size()
         return [
-            *self.traffic_of(others, self.shard_size, micro_batches),
+            *self.traffic_of(others, self.groups.shard_size, micro_batches),
             *(self.traffic_of(experts, copies, micro_batches, DATA) if copies > 1 else ()),
             *buffer_broadcasts(self.module, self.group_size),
         ]

@@ -48,13 +48,13 @@ class Zero1(ShardedStrategy):
         # buckets of neighbouring parameters, in the order in which backward makes their gradients
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
         self.flats = [
-            self.make_flat(parameters, self.ranks_of(parameters[0]), self.placement)
+            self.make_flat(parameters, self.groups_of(parameters[0]), self.placement)
             for segment in segments(self.module, with_frozen="parameters" in self.saves_shards_of)
             for parameters in fill_buckets(segment, cap_bytes, self.group_of)
         ]
         self.buckets = [self.make_bucket(flat, self.placement.reduce_dtype) for flat in self.flats if flat.trainable]
         self.broadcast_plain_tensors()
-        if self.buffers() and self.shard_group is self.process_group:  # or forward would wait for all parameters
+        if self.buffers() and self.groups.shard is self.process_group:  # or forward would wait for all parameters
             self.group_of_buffers = side_group(self.process_group, self.device)
         self.order = FixedOrder(self.buckets)
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
@@ -90,7 +90,7 @@ class Zero1(ShardedStrategy):
         bucket.start_reduction()
         self.in_flight.append(bucket)
         # The sum over replicas should start in backward, too. What Gloo has received takes memory until it is added.
-        if self.ranks.replicate or is_gloo(self.shard_group, self.device):
+        if self.groups.replicate or is_gloo(self.groups.shard, self.device):
             self.finish_earlier(IN_FLIGHT)
 
     def finish_earlier(self, most: int) -> None:

@@ -46,7 +46,7 @@ class Zero3(ShardedStrategy):
 
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
     supports = replace(ShardedStrategy.supports, offload=frozenset({"optimizer", "parameters", ":"}))
-    communicates_in_forward = reduces_in_backward = reduces_every_micro_batch = True
+    reduces_in_backward = reduces_every_micro_batch = True
     nonfinite_advice = "; in zero3 so is a weight that is read outside of the module that holds it"
     unit_type: type[Unit] = Unit
     buckets: list[ShardedGradientBucket]
@@ -65,7 +65,7 @@ class Zero3(ShardedStrategy):
 
     def make_units(self, apart: Collection[nn.Parameter] = ()) -> None:
         """Those `around` blocks are gathered before any of them runs. Parameters that are `apart` belong to none."""
-        where = self.ranks_of, self.placement
+        where = self.groups_of, self.placement
         stem, head = around_units(self.module, self.plans, apart)
         self.root = self.around = [Unit([self.module], stem, *where), Unit([self.module], head, *where)]
         self.units = [self.unit_type(plan.modules, plan.parameters, *where) for plan in self.plans]
@@ -103,8 +103,7 @@ class Zero3(ShardedStrategy):
 
     def reshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            if not unit.is_sharded:
-                unit.reshard()
+            unit.reshard()
 
     # Forward: unit i+1 is unsharded while unit i computes ------------------------------------------------------------
 

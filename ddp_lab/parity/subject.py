@@ -110,7 +110,7 @@ def gradients(
     """Of the step that is about to be taken, without those of `known` names. Collective for a strategy."""
     if isinstance(subject, Strategy):
         wholes = subject.full_gradients()
-        if subject.model_parallel is not None and dist.get_rank(subject.everyone) != 0:
+        if subject.model_parallel is not None and dist.get_rank(subject.groups.everyone) != 0:
             return  # these are parts
         for name, gradient in wholes.items():
             yield plain(name), -1, tuple(gradient.shape), sketch.of_tensor(gradient)

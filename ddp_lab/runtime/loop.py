@@ -217,7 +217,7 @@ def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: to
             if workload.classifies:
                 totals[1] += (output.logits.argmax(-1) == batch["labels"]).sum()
     dist.all_reduce(totals, group=strategy.process_group)
-    totals /= strategy.context_size  # of which each rank has counted each sample
+    totals /= strategy.groups.context_size  # of which each rank has counted each sample
     loss, correct, samples, terms = totals.tolist()
     return {
         "accuracy": correct / samples if workload.classifies else None,

@@ -209,7 +209,7 @@ def norm_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def clip_parts(
-    parts: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup, device: torch.device, counted: Sequence[Tensor]
+    parts: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup, device: torch.device, counted: Iterable[Tensor]
 ) -> Tensor:
     """Scale `parts` in place so that the norm over all ranks' parts is at most `max_norm`.
 
@@ -219,8 +219,7 @@ def clip_parts(
     Returns:
         The norm before that, the same on every rank. Squares are added in fp64, which holds those of any fp32 norm.
     """
-    own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), dtype=torch.float32, device=device)
-    square = own.to(device, torch.float64).square()
+    square = norm_of(counted, device).square()
     dist.all_reduce(square, group=group)
     norm = square.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

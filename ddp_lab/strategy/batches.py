@@ -1,4 +1,4 @@
-"""What a step is made of: the micro-batches of a rank, and how much each of them weighs."""
+"""What a step is made of: the micro-batches of a rank, how much each of them weighs, and how far the step is."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -55,3 +55,23 @@ def first_bad_sample(micro_batches: Sequence[Weighted]) -> int:
             return before + min(rows)
         before += sample_count(batch)
     return -1
+
+
+class Progress:
+    """Where the optimizer step is. The loop writes this, and strategies read it.
+
+    Attributes:
+        is_ahead: Forward passes run before the first micro-batch (`model_parallel.Balance`).
+        in_micro_batch: Between the beginning of forward and the end of `after_backward`.
+        another_follows: This micro-batch is not the last of its step.
+        reduces_now: The gradients of this micro-batch are to be reduced: it is the last one, or the strategy reduces
+            all (`reduces_every_micro_batch`). Never outside of micro-batches.
+        counts_gradients: A gradient counts for its bucket to be complete. In a pipeline those of a bucket may come in
+            several backward passes, and count when they are their parameters' last ones in the step.
+        averages: Reductions of this step average gradients over ranks, instead of adding them up.
+        stops_after: As soon as any rank wants to stop: the number of optimizer steps after which all should.
+    """
+
+    is_ahead = in_micro_batch = another_follows = reduces_now = False
+    averages = counts_gradients = True
+    stops_after: int | None = None

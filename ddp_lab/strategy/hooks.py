@@ -9,46 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.strategy.account import (
-    EVERYONE,
-    Collective,
-    ModelSize,
-    Piece,
-    clip_parts,
-    norm_of,
-    require_matching_state,
-)
+from ddp_lab.strategy.account import EVERYONE, Collective, ModelSize, Piece, clip_parts, norm_of
 
 if TYPE_CHECKING:
-    from ddp_lab.strategy.batches import MicroBatch
+    from ddp_lab.strategy.batches import MicroBatch, Progress
     from ddp_lab.strategy.communication.loss_scale import LossScaler
     from ddp_lab.strategy.compilation import CompiledBlocks
     from ddp_lab.strategy.gradient_watch import GradientWatch
+    from ddp_lab.strategy.groups import Groups
     from ddp_lab.strategy.model_parallel import ModelParallel
     from ddp_lab.strategy.optimizers import MakeOptimizer
     from ddp_lab.strategy.options import StrategyOptions
 
 T = TypeVar("T", bound=Tensor)
-
-
-class Progress:
-    """Where the optimizer step is. The loop writes this, and strategies read it.
-
-    Attributes:
-        is_ahead: Forward passes run before the first micro-batch (`model_parallel.Balance`).
-        in_micro_batch: Between the beginning of forward and the end of `after_backward`.
-        another_follows: This micro-batch is not the last of its step.
-        reduces_now: The gradients of this micro-batch are to be reduced: it is the last one, or the strategy reduces
-            all (`reduces_every_micro_batch`). Never outside of micro-batches.
-        counts_gradients: A gradient counts for its bucket to be complete. In a pipeline those of a bucket may come in
-            several backward passes, and count when they are their parameters' last ones in the step.
-        averages: Reductions of this step average gradients over ranks, instead of adding them up.
-        stops_after: As soon as any rank wants to stop: the number of optimizer steps after which all should.
-    """
-
-    is_ahead = in_micro_batch = another_follows = reduces_now = False
-    averages = counts_gradients = True
-    stops_after: int | None = None
 
 
 class Hooks(ABC):
@@ -66,8 +39,6 @@ class Hooks(ABC):
     """Whether gradients are reduced at every micro-batch. Default: at the last one of a step."""
     reduces_given_gradients = True
     """Whether gradients are reduced that the loop itself sets, without a backward pass."""
-    communicates_in_forward = False
-    """Whether forward issues collectives."""
     nonfinite_advice = ""
     """What more an error says about a loss or a gradient that is not finite."""
     deciding_steps = 0
@@ -78,7 +49,7 @@ class Hooks(ABC):
     modules: list[nn.Module]  # of the whole tree
     options: "StrategyOptions"
     device: torch.device
-    steps: Progress
+    steps: "Progress"
     watch: "GradientWatch"
     scaler: "LossScaler | None"  # of fp16
     compiled: "CompiledBlocks | None"
@@ -92,12 +63,8 @@ class Hooks(ABC):
     model_parallel: "ModelParallel | None"
     owned: set[nn.Parameter]  # of `trainable`, with `model_parallel`, those that this rank speaks for
     of_experts: set[nn.Parameter]  # that `copies` alone hold
-    process_group: dist.ProcessGroup  # ranks that see different samples, or different parts of them
-    context_size: int  # over how many of its ranks, neighbours there, the tokens of each sample are cut
-    copies: dist.ProcessGroup  # those of them that hold the same experts; else all
-    everyone: dist.ProcessGroup  # who trains this model: these, and ranks that hold other parts of it
-    shard_group: dist.ProcessGroup  # whose ranks hold a shard each
-    replicate_group: dist.ProcessGroup | None  # whose ranks hold the same shard
+    process_group: dist.ProcessGroup  # ranks that see different samples, or different parts of them: `groups.work`
+    groups: "Groups"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As a `torch.optim.Optimizer`'s."""
@@ -109,7 +76,7 @@ class Hooks(ABC):
         Returns:
             The norm before that, a scalar.
         """
-        return clip_parts(list(self.gradients()), max_norm, self.everyone, self.device, list(self.gradient_share()))
+        return clip_parts(list(self.gradients()), max_norm, self.groups.everyone, self.device, self.gradient_share())
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp each element of the gradients between `-clip_value` and `clip_value`."""
@@ -221,33 +188,6 @@ class Hooks(ABC):
             ValueError: on every rank, `state` does not fit the module; names what is wrong.
         """
 
-    def of_whole_model(self, parts: dict[str, Tensor], with_aliases: bool = False) -> dict[str, Tensor]:
-        """Put together what `process_group` has gathered of its part of the model. Collective.
-
-        Args:
-            parts: On CPU, by name; read where `copy_rank` is 0.
-            with_aliases: Name a tensor that the model knows by several names by each of them.
-
-        Returns:
-            Whole tensors on rank 0 of the ranks that see the same samples, and nothing on the others among them.
-        """
-        if self.model_parallel is None or self.copy_rank != 0:
-            return parts
-        wholes = self.model_parallel.gathered(parts)
-        aliases = self.model_parallel.aliases.items() if with_aliases else ()
-        return wholes | {alias: wholes[name] for alias, name in aliases if name in wholes}
-
-    def of_this_part(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The reverse, where rank 0 has whole tensors. Collective.
-
-        Raises:
-            ValueError: on every rank, `state` does not fit the module; names what is wrong.
-        """
-        if self.model_parallel is not None:
-            require_matching_state(self.model_parallel.whole_shapes(self.module), state, self.everyone)
-            state = self.model_parallel.scattered(state, self.module) if self.copy_rank == 0 else {}
-        return state
-
     @property
     def saves_shards_of(self) -> frozenset[str]:
         """Those of `parameters` and `optimizer_state` whose pieces are this rank's, and its replicas', alone."""
@@ -317,7 +257,7 @@ class Hooks(ABC):
 
     def expected_clipping_traffic(self) -> list[Collective]:
         """What `clip_grad_norm_` sends."""
-        return [Collective("all_reduce", 1, 8, dist.get_world_size(self.everyone), "bookkeeping", EVERYONE)]
+        return [Collective("all_reduce", 1, 8, dist.get_world_size(self.groups.everyone), "bookkeeping", EVERYONE)]
 
     # What strategies ask ---------------------------------------------------------------------------------------------
 
@@ -332,44 +272,9 @@ class Hooks(ABC):
         return dist.get_world_size(self.process_group)
 
     @property
-    def copy_rank(self) -> int:
-        """This rank's place among those of them that hold the same part of the model."""
-        return dist.get_rank(self.copies)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's place among those that see different samples."""
-        return self.group_rank // self.context_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """How many ranks see different samples."""
-        return self.group_size // self.context_size
-
-    @property
-    def shard_size(self) -> int:
-        """Over how many ranks model states are sharded, if they are."""
-        return dist.get_world_size(self.shard_group)
-
-    @property
-    def replica(self) -> int:
-        """This rank's place among those that hold the same shard."""
-        return dist.get_rank(self.replicate_group) if self.replicate_group else 0
-
-    @property
-    def replicas(self) -> int:
-        """How many ranks hold the same shard."""
-        return dist.get_world_size(self.replicate_group) if self.replicate_group else 1
-
-    @property
     def is_in_pipeline(self) -> bool:
         """Whether other ranks hold other layers."""
         return self.model_parallel is not None and self.model_parallel.pipeline is not None
-
-    def passes_ahead(self, micro_batches: int) -> int:
-        """How many forward passes run before the first of so many micro-batches."""
-        balance = self.model_parallel.balance if self.model_parallel else None
-        return balance.passes_ahead(micro_batches) if balance else 0
 
     def buffers(self) -> list[Tensor]:
         """Those of all modules, each once. `module.buffers()` would walk the whole tree of modules in every step."""
@@ -378,14 +283,14 @@ class Hooks(ABC):
 
     def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
         """The ranks that share the work and hold this parameter."""
-        return self.copies if parameter in self.of_experts else self.process_group
+        return self.groups.copies if parameter in self.of_experts else self.process_group
 
     def by_group(self, tensors: Iterable[T]) -> list[tuple[dist.ProcessGroup, list[T]]]:
         """Parameters and buffers, with the ranks that share the work and hold them: those of experts by themselves."""
         tensors = list(tensors)
         if not self.of_experts:
             return [(self.process_group, tensors)]
-        groups = dict.fromkeys([self.process_group, self.copies])
+        groups = dict.fromkeys([self.process_group, self.groups.copies])
         return [(group, [tensor for tensor in tensors if self.group_of(tensor) is group]) for group in groups]
 
     def speaks_for(self, parameter: nn.Parameter) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
-from ddp_lab.strategy.batches import Weighted
+from ddp_lab.strategy.batches import Progress, Weighted
 from ddp_lab.strategy.communication.consistency import require_none_unfrozen
 from ddp_lab.strategy.communication.place import Place
 from ddp_lab.strategy.exchange import (
@@ -32,7 +32,7 @@ from ddp_lab.strategy.exchange import (
     has_flag,
 )
 from ddp_lab.strategy.gradient_watch import given_gradient
-from ddp_lab.strategy.hooks import Hooks, Progress
+from ddp_lab.strategy.hooks import Hooks
 from ddp_lab.strategy.precision import autocast
 from ddp_lab.strategy.verdict import Verdict, nonfinite_error, update_unless
 
@@ -55,8 +55,8 @@ class Loop(Progress, ABC):
         self._strategy = strategy
         model_parallel = strategy.model_parallel
         model = model_parallel.tensor_group if model_parallel else None
-        groups = strategy.process_group, strategy.everyone, model
-        self.exchange = Exchange(*groups, strategy.device, strategy.context_size)
+        groups = strategy.groups
+        self.exchange = Exchange(groups.work, groups.everyone, model, strategy.device, groups.context_size)
         self._is_open = False  # some micro-batches of a step are done, and others follow
         self._is_done = False  # its last micro-batch is done, and the optimizer has not run
         self._holds_back = False  # within `no_sync`
@@ -90,7 +90,7 @@ class Loop(Progress, ABC):
         if self.in_micro_batch:
             raise RuntimeError("micro_batch() within micro_batch(): the one before has not ended")
         last = last and not self._holds_back
-        self._place = self._place or Place(self._strategy.everyone)
+        self._place = self._place or Place(self._strategy.groups.everyone)
         with self._abandoning():
             if not self._is_open:
                 self._begin(averages=True)
@@ -263,9 +263,10 @@ class Loop(Progress, ABC):
             return
         hint = self._strategy.nonfinite_advice
         if self._pipeline is not None:
-            self._pipeline.agree(self._strategy.everyone)
+            self._pipeline.agree(self._strategy.groups.everyone)
             hint += PIPELINE_HINT
         if verdict.loss_scale is None or verdict.loss_scale < 1:
-            error = nonfinite_error(self, verdict, micro_batches, hint)
+            gather = self.exchange.all_gather
+            error = nonfinite_error(verdict, micro_batches, gather, self.first_nonfinite_round, hint)
             self._strategy.zero_grad()
             raise error

@@ -96,13 +96,13 @@ class ReplicatedStrategy(Strategy):
                     yield gradient if end - start == lengths[index] else gradient.reshape(-1)[start:end]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        state = self.module.state_dict() if self.copy_rank == 0 else {}
+        state = self.module.state_dict() if self.groups.is_first_copy else {}
         return self.of_whole_model({n: tensor.detach().cpu().clone() for n, tensor in state.items()}, with_aliases=True)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         state = self.of_this_part(state)
         require_matching_state(shapes_of(self.module), state, self.process_group)
-        if self.copy_rank == 0:
+        if self.groups.is_first_copy:
             self.module.load_state_dict(state)
         self.broadcast()
 
@@ -111,21 +111,20 @@ class ReplicatedStrategy(Strategy):
         return buffer_broadcasts(self.module, self.group_size)
 
     def gradient_all_reduces(
-        self, calls: int | Sequence[nn.Parameter], gradients: Iterable[Tensor]
+        self, gradients: Iterable[Tensor], calls: Sequence[Tensor] | None = None
     ) -> list[Collective]:
         """What a replicated step sends: all-reduces of all `gradients` together, and broadcasts of buffers.
 
         Args:
-            calls: How many. Where they may be over different ranks, a parameter of each.
+            calls: For each all-reduce, one of the parameters in it. Default: one for each of `gradients`.
         """
-        gradients, count = list(gradients), calls if isinstance(calls, int) else len(calls)
-        if not count:
-            return self.buffer_traffic()
-        if self.compression is not None:
-            return [*self.compression.traffic(count, gradients), *self.buffer_traffic()]
+        gradients = list(gradients)
+        calls = gradients if calls is None else calls
+        if self.compression is not None and calls:
+            return [*self.compression.traffic(len(calls), gradients), *self.buffer_traffic()]
         sent = []
-        for group, held in self.by_group(gradients):
-            number = calls if isinstance(calls, int) else sum(self.group_of(one) is group for one in calls)
+        for group, held in self.by_group(gradients) if calls else ():
+            number = sum(self.group_of(parameter) is group for parameter in calls)
             sent.append(Collective("all_reduce", number, bytes_of(held), dist.get_world_size(group), "gradients"))
         return [*sent, *self.buffer_traffic()]
 

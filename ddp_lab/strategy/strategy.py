@@ -4,7 +4,7 @@ What a strategy defines is in `ddp_lab.strategy.hooks`, and the step that runs t
 is held and sent, `capabilities` which options are supported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +16,7 @@ from ddp_lab.strategy.account import (
     Collective,
     ModelSize,
     expected_state_bytes,
+    require_matching_state,
     storage_bytes,
 )
 from ddp_lab.strategy.capabilities import Supports
@@ -56,6 +57,7 @@ class Strategy(Hooks):
         # What a strategy is built with is imported when one is built: who lists or reads strategies does without.
         from ddp_lab.strategy import building, optimizers
         from ddp_lab.strategy.forward_backward import ForwardBackward
+        from ddp_lab.strategy.groups import Groups
         from ddp_lab.strategy.module_hooks import refuse_new_parameters
         from ddp_lab.strategy.options import StrategyOptions
 
@@ -63,13 +65,9 @@ class Strategy(Hooks):
         group = building.group_or_world(process_group)
         self.module, self.options, self.notes = module, options or StrategyOptions(), []
         self.process_group, self.model_parallel = group, self.options.model_parallel
-        self.everyone = self.model_parallel.everyone if self.model_parallel else group
-        self.context_size = self.model_parallel.context_size if self.model_parallel else 1
-        self.copies = (self.model_parallel.copies if self.model_parallel else None) or group
-        if self.copies is not group:
-            self.communicates_in_forward = self.always_averages = True
-        groups = self.options.shard_groups
-        self.shard_group, self.replicate_group = (groups.shard, groups.replicate) if groups else (group, None)
+        self.groups = Groups.of(group, self.options)
+        if self.groups.copies is not group:
+            self.always_averages = True
         # The module
         self.optimizer_steps, self.wants_to_stop = 0, lambda: False
         self.supports.require(self.options)
@@ -178,6 +176,16 @@ class Strategy(Hooks):
         return self.steps.run(micro_batches, weights, tokens, following)
 
     @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among those that see different samples."""
+        return self.group_rank // self.groups.context_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks see different samples."""
+        return self.group_size // self.groups.context_size
+
+    @property
     def verdict(self) -> "Verdict":
         """How the latest step went on all ranks: loss and norm of gradients, for the host to read a step later."""
         return self.steps.verdict
@@ -219,8 +227,10 @@ class Strategy(Hooks):
         """Bytes by component that this rank should hold after a step, padding and step counters left out."""
         experts = ModelSize.of_parameters(self.of_experts)
         rest = ModelSize(*(whole - part for whole, part in zip(astuple(size), astuple(experts), strict=True)))
-        of_experts = expected_state_bytes(experts, dist.get_world_size(self.copies), self.shards)
-        return {n: of_experts[n] + b for n, b in expected_state_bytes(rest, self.shard_size, self.shards).items()}
+        of_experts = expected_state_bytes(experts, dist.get_world_size(self.groups.copies), self.shards)
+        return {
+            n: of_experts[n] + b for n, b in expected_state_bytes(rest, self.groups.shard_size, self.shards).items()
+        }
 
     def host_bytes(self) -> int:
         """Bytes of `host_tensors`."""
@@ -234,3 +244,32 @@ class Strategy(Hooks):
             *(self.expected_clipping_traffic() if clips else []),
             *(self.model_parallel.expected_traffic(micro_batches) if self.model_parallel else []),
         ]
+
+    # Models that are cut over ranks ----------------------------------------------------------------------------------
+
+    def of_whole_model(self, parts: dict[str, Tensor], with_aliases: bool = False) -> dict[str, Tensor]:
+        """Put together what `process_group` has gathered of its part of the model. Collective.
+
+        Args:
+            parts: On CPU, by name; read where `copy_rank` is 0.
+            with_aliases: Name a tensor that the model knows by several names by each of them.
+
+        Returns:
+            Whole tensors on rank 0 of the ranks that see the same samples, and nothing on the others among them.
+        """
+        if self.model_parallel is None or not self.groups.is_first_copy:
+            return parts
+        wholes = self.model_parallel.gathered(parts)
+        aliases = self.model_parallel.aliases.items() if with_aliases else ()
+        return wholes | {alias: wholes[name] for alias, name in aliases if name in wholes}
+
+    def of_this_part(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The reverse, where rank 0 has whole tensors. Collective.
+
+        Raises:
+            ValueError: on every rank, `state` does not fit the module; names what is wrong.
+        """
+        if self.model_parallel is not None:
+            require_matching_state(self.model_parallel.whole_shapes(self.module), state, self.groups.everyone)
+            state = self.model_parallel.scattered(state, self.module) if self.groups.is_first_copy else {}
+        return state

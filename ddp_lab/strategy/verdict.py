@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,9 +9,6 @@ from torch import Tensor
 from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.watch.phases import waiting
 from ddp_lab.strategy.batches import Weighted, first_bad_sample
-
-if TYPE_CHECKING:
-    from ddp_lab.strategy.loop import Loop
 
 
 class ReadLater:
@@ -128,21 +124,27 @@ def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: C
 
 
 def nonfinite_error(
-    loop: "Loop", verdict: Verdict, micro_batches: Sequence[Weighted] | None, hint: str = ""
+    verdict: Verdict,
+    micro_batches: Sequence[Weighted] | None,
+    gather: Callable[[float], list[float]],
+    first_nonfinite_round: Callable[[Sequence[Weighted]], int],
+    hint: str,
 ) -> NonFiniteError:
     """The error that every rank raises, where a loss or a gradient is not finite. Collective.
 
     Args:
         micro_batches: What the step was made of; None in a loop of the caller's own.
+        gather: Gives the values of all ranks.
+        first_nonfinite_round: `Loop.first_nonfinite_round`.
         hint: What else may be the cause.
     """
-    gather, what, scale = loop.exchange.all_gather, verdict.nonfinite, verdict.loss_scale
+    what, scale = verdict.nonfinite, verdict.loss_scale
     # The ranks on which it was not finite first
     culprits: Sequence[int] = ()
     if what == "the loss":
         culprits = [rank for rank, loss in enumerate(gather(verdict.own_loss)) if not math.isfinite(loss)]
     elif micro_batches is not None:
-        rounds = gather(loop.first_nonfinite_round(micro_batches))
+        rounds = gather(first_nonfinite_round(micro_batches))
         first = min((number for number in rounds if number >= 0), default=None)
         culprits = [rank for rank, number in enumerate(rounds) if number == first]
     if culprits:

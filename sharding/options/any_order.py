@@ -69,7 +69,7 @@ class Zero3InAnyOrder(Zero3):
 
     def make_units(self, apart: Collection[nn.Parameter] = ()) -> None:
         plan = find_embeddings(self.module, self.plans)
-        self.embeddings = Embeddings(plan.modules, plan.parameters, self.ranks_of, self.placement)
+        self.embeddings = Embeddings(plan.modules, plan.parameters, self.groups_of, self.placement)
         super().make_units(plan.parameters)
         self.around = [*self.root, self.embeddings]
         if self.options.precision != "fp32" and not self.compiled:
@@ -118,9 +118,7 @@ class Zero3InAnyOrder(Zero3):
             return
         unit.running += 1
         index = self.units.index(unit)
-        for before in self.units[:index]:
-            if not (before.is_sharded or before.running) and self.order.is_over(before):
-                before.reshard()
+        self.reshard(before for before in self.units[:index] if not before.running and self.order.is_over(before))
         self.unshard(unit)
         self.order.begin(unit)
         self.schedule.unshard(*self.units[index + 1 : index + 2])  # prefetch
@@ -248,7 +246,8 @@ class Zero3InAnyOrder(Zero3):
         self.in_forward = self.meets = self.in_backward = False
 
     def expected_gradient_traffic(self, micro_batches: int, more: Sequence[Unit] = ()) -> list[Collective]:
-        ahead = self.passes_ahead(micro_batches) * self.all_units
+        balance = self.model_parallel.balance if self.model_parallel else None
+        ahead = balance.passes_ahead(micro_batches) * self.all_units if balance else []
         return super().expected_gradient_traffic(micro_batches, [*micro_batches * [self.embeddings], *ahead, *more])
 
     # How the module may not be called --------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.communication.collectives import all_gather
+from ddp_lab.strategy.groups import Groups
 from sharding.options.placement import Offload, Placement
-from sharding.options.replicas import ShardRanks
 
 ALIGNMENT = 16
 """Bytes. Shards begin at multiples of it: CUDA kernels and NCCL then move 16 bytes at a time."""
@@ -81,13 +81,13 @@ class Layout:
 
 
 def group_by_kind(
-    parameters: Iterable[nn.Parameter], ranks_of: Callable[[nn.Parameter], object] = lambda _: None
+    parameters: Iterable[nn.Parameter], groups_of: Callable[[nn.Parameter], object] = lambda _: None
 ) -> list[list[nn.Parameter]]:
     """Parameters that can share a flat tensor: of one dtype and device, trainable or frozen alike, held by the same
     ranks; in their order."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        kind = parameter.dtype, parameter.device, parameter.requires_grad, ranks_of(parameter)
+        kind = parameter.dtype, parameter.device, parameter.requires_grad, groups_of(parameter)
         groups.setdefault(kind, []).append(parameter)
     return list(groups.values())
 
@@ -100,7 +100,7 @@ class FlatParameters:
     "Mixed precision training"). Rank 0's values win. Building one is collective.
 
     Args:
-        ranks: Which ranks hold the shards.
+        groups: Which ranks hold the shards.
         placement: In which dtype the module computes, and whether the shard is in host memory. Frozen parameters stay
             on the device, unless all parameters are offloaded.
 
@@ -114,9 +114,9 @@ class FlatParameters:
             host memory.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: ShardRanks, placement: Placement) -> None:
-        self.parameters, self.ranks = list(parameters), ranks
-        self.group, self.rank = ranks.shard, dist.get_rank(ranks.shard)
+    def __init__(self, parameters: Sequence[nn.Parameter], groups: Groups, placement: Placement) -> None:
+        self.parameters, self.groups = list(parameters), groups
+        self.group, self.rank = groups.shard, dist.get_rank(groups.shard)
         first, offload = parameters[0], placement.offload
         self.is_offloaded = offload is not None and (first.requires_grad or offload.what == "parameters")
         self.dtype, self.device, dtype = first.dtype, first.device, placement.param_dtype or first.dtype
@@ -148,7 +148,7 @@ class FlatParameters:
         for slot, parameter in enumerate(self.parameters):
             if parameter in values:
                 self.layout.view(flat, slot).copy_(values[parameter])
-        dist.broadcast(flat, group=self.ranks.everyone, group_src=0)
+        dist.broadcast(flat, group=self.groups.work, group_src=0)
         return flat
 
     def _kept(self, part: Tensor, offload: Offload | None) -> Tensor:
@@ -188,10 +188,13 @@ class FlatParameters:
 
     def whole(self) -> Tensor:
         """All ranks' values in the shard's dtype, (padded_numel,). Not to be changed. Collective."""
-        if not self.keeps_shard_apart:
-            return self.full
-        flat = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
-        self.layout.shard_of(flat, self.rank).copy_(self.shard)
+        return self.gathered(self.shard) if self.keeps_shard_apart else self.full
+
+    def gathered(self, shard: Tensor | None) -> Tensor:
+        """All ranks' shards in this layout, (padded_numel,); zeros of a rank that gives none. Collective."""
+        flat = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+        if shard is not None:
+            self.layout.shard_of(flat, self.rank).copy_(shard)
         all_gather(flat, self.group).wait()
         return flat
 

@@ -32,6 +32,7 @@ class GradientBucket:
         missing: Gradients still to come before the bucket can be reduced.
         in_flight: The reduce-scatter, from its start until it is waited for.
         averages: Whether reductions give the average over ranks instead of the sum.
+        is_last: No further micro-batch follows in this step.
         most_waiting: Bytes of gradients that wait to be copied together.
         moves_at: The parameters with whose gradients that many bytes wait.
         stays: The full tensor stays until `reset`.
@@ -39,12 +40,13 @@ class GradientBucket:
             there. Else it is None, and `collect` adds.
     """
 
-    averages, stays = False, True
+    averages, stays, is_last = False, True, True
+    _sum: Tensor | None = None  # of a micro-batch, if it is apart from `full`
     most_waiting = MOST_WAITING
 
     def __init__(self, flat: FlatParameters, dtype: torch.dtype | None = None) -> None:
         self.flat, self.dtype = flat, dtype or flat.full.dtype
-        self.replicas = SumOverReplicas(flat.ranks, self.dtype) if flat.ranks.replicate else None
+        self.replicas = SumOverReplicas(flat.groups.replicate, self.dtype) if flat.groups.replicate else None
         self.casts = self.dtype != flat.full.dtype
         self.keeps_views = self.stays and not self.casts
         self.moves_at = moves_at(flat.parameters, self.most_waiting)
@@ -150,12 +152,14 @@ class GradientBucket:
         if self.replicas is None:
             self.take(part)
         else:
-            self.replicas.add(part.to(self.flat.dtype), self.averages)
+            self.replicas.add(part.to(self.flat.dtype))
+            if self.is_last:
+                self.replicas.start(self.averages)
 
-    def finish_replicas(self, is_last: bool) -> None:
-        """Wait for the sum over replicas, if there are any. `is_last`: No further micro-batch follows."""
+    def finish_replicas(self) -> None:
+        """Wait for the sum over replicas, if there are any."""
         if self.replicas is not None:
-            if is_last:
+            if self.is_last:
                 self.replicas.start(self.averages)  # what is left if this micro-batch had no backward pass
             for total in self.replicas.finish():
                 self.take(total)
@@ -165,10 +169,8 @@ class GradientBucket:
         self.shard = total.to(self.flat.dtype)
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.full, self.shard, *self._to_replicas()) if tensor is not None]
-
-    def _to_replicas(self) -> list[Tensor]:
-        return [] if self.replicas is None else self.replicas.tensors()
+        held = [self.full, self.shard, self._sum, *(self.replicas.tensors() if self.replicas else ())]
+        return [tensor for tensor in held if tensor is not None]
 
     @property
     def full_bytes(self) -> int:
@@ -190,7 +192,6 @@ class ShardedGradientBucket(GradientBucket):
 
     most_waiting = 25 * 2**20  # memory for a whole bucket is made late
     stays = False
-    _sum: Tensor | None = None
 
     def reset(self) -> None:
         if self.in_flight:  # of a step that was abandoned: it may go on in the old tensor
@@ -216,6 +217,3 @@ class ShardedGradientBucket(GradientBucket):
     def take(self, total: Tensor) -> None:
         """Add a micro-batch's sum over all ranks to the shard."""
         self.shard = total.to(self.flat.dtype) if self.shard is None else self.shard.add_(total)
-
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.full, self.shard, self._sum, *self._to_replicas()) if tensor is not None]

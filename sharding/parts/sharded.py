@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
+from ddp_lab.runtime.mesh import REPLICATE
 from ddp_lab.strategy.account import Collective, ModelSize, Piece, clip_parts, require_matching_state, shapes_of
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.capabilities import Supports
@@ -16,6 +17,7 @@ from ddp_lab.strategy.communication.collectives import (
     expected_reduce_scatters,
 )
 from ddp_lab.strategy.gradient_watch import given_gradient
+from ddp_lab.strategy.groups import Groups
 from ddp_lab.strategy.module_hooks import keep_from_being_read
 from ddp_lab.strategy.optimizers import MakeOptimizer, hand_over, require_elementwise, require_given_up
 from ddp_lab.strategy.optimizers import Part as OptimizerPart
@@ -23,7 +25,6 @@ from ddp_lab.strategy.precision import cast_inputs
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.strategy import Strategy
 from sharding.options.placement import Placement
-from sharding.options.replicas import ShardRanks
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
 from sharding.parts.in_shards import GradientInShards
@@ -52,15 +53,12 @@ class ShardedStrategy(Strategy):
 
     def prepare(self) -> None:
         self.placement = Placement.of(self.options)
-        replicate = self.replicate_group if self.replicas > 1 else None
-        self.ranks = ShardRanks(self.process_group, self.shard_group, replicate)
-        self.ranks_of_experts = ShardRanks(self.copies, self.copies)
         if self.placement.param_dtype:
             cast_inputs([self.module, *find_blocks(self.module)], self.placement.param_dtype)
         elements = sum(p.numel() for p in self.trainable.values())
-        if elements < self.shard_size:
+        if elements < self.groups.shard_size:
             raise UnsupportedError(
-                f"{elements} trainable elements cannot be sharded over {self.shard_size} ranks: use fewer "
+                f"{elements} trainable elements cannot be sharded over {self.groups.shard_size} ranks: use fewer "
                 "ranks, or a replicated strategy"
             )
         self.host_update = None
@@ -99,9 +97,10 @@ class ShardedStrategy(Strategy):
         flat.shard_has_changed()
 
     def before_micro_batch(self) -> None:
-        self.ranks.is_last = not self.steps.another_follows
-        for bucket in self.buckets if not self.is_in_pipeline else ():
-            bucket.missing = len(bucket.flat.parameters)
+        for bucket in self.buckets:
+            bucket.is_last = not self.steps.another_follows
+            if not self.is_in_pipeline:
+                bucket.missing = len(bucket.flat.parameters)
 
     def before_step(self) -> None:
         self._forget_gradients()
@@ -118,9 +117,9 @@ class ShardedStrategy(Strategy):
             bucket.reset()  # the optimizer's own zero_grad was called
         self._has_zeros = False
 
-    def ranks_of(self, parameter: nn.Parameter) -> ShardRanks:
+    def groups_of(self, parameter: nn.Parameter) -> Groups:
         """Which ranks hold its shards."""
-        return self.ranks_of_experts if parameter in self.of_experts else self.ranks
+        return self.groups.of_experts if parameter in self.of_experts else self.groups
 
     def broadcast_plain_tensors(self) -> None:
         for group, held in self.by_group(self.plain_tensors()):
@@ -145,7 +144,7 @@ class ShardedStrategy(Strategy):
         if any(parameter.grad is not None for bucket in self.buckets for parameter in bucket.flat.parameters):
             raise given_gradient()
         for bucket in self.buckets:
-            bucket.finish_replicas(self.ranks.is_last)
+            bucket.finish_replicas()
             bucket.flat.set_gradient(bucket.shard)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -182,7 +181,7 @@ class ShardedStrategy(Strategy):
         return (bucket.shard for bucket in self.buckets if bucket.shard is not None)
 
     def gradient_share(self) -> Iterable[Tensor]:
-        if self.replica != 0:  # the first replica speaks for all
+        if self.groups.replica != 0:  # the first replica speaks for all
             return ()
         if self.model_parallel is None:
             return self.gradients()
@@ -191,7 +190,7 @@ class ShardedStrategy(Strategy):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As all strategies do; padding is left out, since 0 times a factor that is NaN would stay there for good."""
         scaled = [piece.grad for _, piece in self.pieces() if piece.grad is not None]
-        return clip_parts(scaled, max_norm, self.everyone, self.device, list(self.gradient_share()))
+        return clip_parts(scaled, max_norm, self.groups.everyone, self.device, self.gradient_share())
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         own = (gradient for gradient in super().gradient_tensors() if not isinstance(gradient, GradientInShards))
@@ -202,22 +201,21 @@ class ShardedStrategy(Strategy):
         whole = ((name, p.grad) for name, p in self.trainable.items() if p not in self._in_shards)
         result = {name: gradient.cpu().clone() for name, gradient in whole if gradient is not None}
         for bucket in self.buckets:
-            flat, dtype = bucket.flat, bucket.flat.dtype
-            full = torch.zeros(flat.layout.padded_numel, dtype=dtype, device=flat.shard.device)
-            if bucket.shard is not None:
-                flat.layout.shard_of(full, flat.rank).copy_(bucket.shard)
-            all_gather(full, flat.group).wait()
-            for slot, parameter in enumerate(flat.parameters):
+            full = bucket.flat.gathered(bucket.shard)
+            for slot, parameter in enumerate(bucket.flat.parameters):
                 if parameter not in self._unused:
-                    result[names[parameter]] = flat.layout.view(full, slot).cpu().clone()
+                    result[names[parameter]] = bucket.flat.layout.view(full, slot).cpu().clone()
         return self.of_whole_model(result)
 
     def traffic_of(self, gathered: Sequence[FlatParameters], reduced: Sequence[GradientBucket]) -> list[Collective]:
         """What a step sends that all-gathers these parameters and reduce-scatters these gradients."""
         device = self.flats[0].full.device
-        sums = self.ranks.expected_all_reduces([bucket.shard_bytes for bucket in self.buckets])
-        traffic = [*sums, *buffer_broadcasts(self.module, self.group_size)]
-        for group in dict.fromkeys([self.shard_group, *(flat.group for flat in self.flats)]):
+        traffic = buffer_broadcasts(self.module, self.group_size)
+        if self.groups.replicate is not None:
+            sums = [bucket.shard_bytes for bucket in self.buckets]
+            over = self.groups.replicas, "gradients", REPLICATE
+            traffic.append(Collective("all_reduce", len(sums), sum(sums), *over))
+        for group in dict.fromkeys([self.groups.shard, *(flat.group for flat in self.flats)]):
             scattered = [bucket.full_bytes for bucket in reduced if bucket.flat.group is group]
             traffic.append(expected_reduce_scatters(scattered, group, device))
             traffic.append(expected_all_gathers([f.full_bytes for f in gathered if f.group is group], group, device))
@@ -226,10 +224,10 @@ class ShardedStrategy(Strategy):
     # State -------------------------------------------------------------------------------------------------------
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
-        return super().expected_memory(size) | self.placement.expected_memory(size, self.shard_size, self.shards)
+        return super().expected_memory(size) | self.placement.expected_memory(size, self.groups.shard_size, self.shards)
 
     def expected_host_bytes(self, size: ModelSize) -> int:
-        return self.placement.expected_host_bytes(size, self.shard_size)
+        return self.placement.expected_host_bytes(size, self.groups.shard_size)
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         return [*self._plain_parameters(), *(tensor for flat in self.flats for tensor in flat.tensors())]
@@ -274,9 +272,9 @@ class ShardedStrategy(Strategy):
         whole: dict[Any, Tensor] = {}
         for flat in self.flats:
             values = flat.whole()
-            if self.copy_rank == 0:
+            if self.groups.is_first_copy:
                 whole |= {p: flat.layout.view(values, slot).cpu().clone() for slot, p in enumerate(flat.parameters)}
-        state = self.module.state_dict(keep_vars=True) if self.copy_rank == 0 else {}
+        state = self.module.state_dict(keep_vars=True) if self.groups.is_first_copy else {}
         return self.of_whole_model(
             {name: whole[p] if p in whole else p.detach().cpu().clone() for name, p in state.items()},
             with_aliases=True,
@@ -287,7 +285,7 @@ class ShardedStrategy(Strategy):
         require_matching_state(shapes_of(self.module), state, self.process_group)
         self.finish_parameter_synchronization()
         own = self.module.state_dict(keep_vars=True)
-        given = {own[name]: tensor for name, tensor in state.items()} if self.copy_rank == 0 else {}
+        given = {own[name]: tensor for name, tensor in state.items()} if self.groups.is_first_copy else {}
         with torch.no_grad():
             for flat in self.flats:
                 flat.set_values(given)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.communication.collectives import Pending, all_gather
+from ddp_lab.strategy.groups import Groups
 from sharding.options.placement import Placement
-from sharding.options.replicas import ShardRanks
 from sharding.parts.flat import FlatParameters, group_by_kind
 from sharding.parts.gradient_buckets import ShardedGradientBucket
 
-RanksOf = Callable[[nn.Parameter], ShardRanks]
+GroupsOf = Callable[[nn.Parameter], Groups]
 
 
 class ShardedParameters(FlatParameters):
@@ -35,8 +35,8 @@ class ShardedParameters(FlatParameters):
 
     forget: Callable[[], None]
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: ShardRanks, placement: Placement) -> None:
-        super().__init__(parameters, ranks, placement)
+    def __init__(self, parameters: Sequence[nn.Parameter], groups: Groups, placement: Placement) -> None:
+        super().__init__(parameters, groups, placement)
         self._resting: Tensor | None = None
         if self.is_offloaded and placement.offload and placement.offload.what == "optimizer":
             self._resting = self.shard.to(self.full.device, self.full.dtype, copy=True)
@@ -113,11 +113,15 @@ class Unit:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], parameters: Iterable[nn.Parameter], ranks_of: RanksOf, placement: Placement
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Iterable[nn.Parameter],
+        groups_of: GroupsOf,
+        placement: Placement,
     ) -> None:
         self.modules = list(modules)
-        kinds = group_by_kind((p for p in parameters if p.numel()), ranks_of)
-        self.flats = [ShardedParameters(kind, ranks_of(kind[0]), placement) for kind in kinds]
+        kinds = group_by_kind((p for p in parameters if p.numel()), groups_of)
+        self.flats = [ShardedParameters(kind, groups_of(kind[0]), placement) for kind in kinds]
         self.buckets = [ShardedGradientBucket(flat, placement.reduce_dtype) for flat in self.flats if flat.trainable]
         self.has_frozen = len(self.buckets) < len(self.flats)
         self.is_sharded = True

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import ddp
-from ddp_lab.strategy.communication.bf16 import Bf16AllReduce
+from ddp_lab.strategy.communication.bf16 import Bf16
 from tests.parity import Case, trained
 from tests.ranks import RankPool
 from tests.tables import each_row
@@ -20,7 +20,7 @@ def rounded_by_both() -> list[tuple[torch.Tensor, torch.Tensor]]:
     for dtype in (torch.float32, torch.bfloat16):
         mine = torch.randn(1000, generator=generator).to(dtype)
         torchs = mine.clone()
-        Bf16AllReduce(mine, dist.group.WORLD).wait()
+        Bf16(dist.group.WORLD).all_reduce(mine).wait()
         bf16_compress_hook(dist.group.WORLD, (torchs,)).wait()  # type: ignore[arg-type]
         averages.append((mine, torchs))
     return averages

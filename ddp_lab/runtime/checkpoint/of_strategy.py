@@ -25,7 +25,7 @@ def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
         UserError: it cannot be written on another rank; names the rank.
         UnsupportedError: the optimizer keeps states that belong to no element of a parameter; the choice saves none.
     """
-    folder, rank = Path(folder), dist.get_rank(strategy.everyone)
+    folder, rank = Path(folder), dist.get_rank(strategy.groups.everyone)
     manifest, unfinished = manifest_of(strategy, strategy.optimizer_steps), folder.with_name(f".{folder.name}.saving")
 
     def begin() -> None:
@@ -41,7 +41,7 @@ def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
             commit(unfinished, folder, manifest, lambda: True)
 
     for part in (begin, write, finish):
-        on_every_rank(part, strategy.everyone)
+        on_every_rank(part, strategy.groups.everyone)
 
 
 def load_checkpoint(strategy: Strategy, folder: str | Path) -> None:
@@ -51,9 +51,9 @@ def load_checkpoint(strategy: Strategy, folder: str | Path) -> None:
         UserError: there is nothing, or it is of another model or optimizer, or damaged.
     """
     folder = Path(folder)
-    manifest = complete_manifest(folder, strategy.everyone)
+    manifest = complete_manifest(folder, strategy.groups.everyone)
     with naming(folder):
         files = [folder / name for name in manifest.files]
-        on_every_rank(lambda: fill(strategy, TensorFiles(files), manifest), strategy.everyone)
+        on_every_rank(lambda: fill(strategy, TensorFiles(files), manifest), strategy.groups.everyone)
     strategy.optimizer_steps = manifest.step
     strategy.parameters_are_loaded()

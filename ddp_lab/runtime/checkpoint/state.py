@@ -76,7 +76,7 @@ def manifest_of(strategy: Strategy, step: int) -> Manifest:
     parameters = describe(module.named_parameters(), strategy.parameter_dtypes, parts.shapes)
     return Manifest(
         step=step,
-        world_size=dist.get_world_size(strategy.everyone),
+        world_size=dist.get_world_size(strategy.groups.everyone),
         data_parallel_size=strategy.data_parallel_size,
         optimizer=type(strategy.updating_optimizer).__name__,
         parameter_groups=describe_groups(strategy.optimizer),
@@ -116,7 +116,7 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
     if strategy.group_rank == parts.tensor_rank == 0:  # of each stage
         buffers = persistent_buffers(strategy.module)
         tensors |= {f"buffer/{name}/0": buffer.detach().reshape(-1) for name, buffer in buffers.items()}
-    if dist.get_rank(strategy.everyone) == 0 and strategy.scaler is not None:
+    if dist.get_rank(strategy.groups.everyone) == 0 and strategy.scaler is not None:
         tensors |= {f"loss_scale/{name}/0": value.view(1) for name, value in strategy.scaler.state().items()}
     unknown = [key for key, tensor in tensors.items() if tensor.dtype not in DTYPES]
     if unknown:
@@ -133,9 +133,8 @@ def own_share(
     is_shard = component in strategy.saves_shards_of
     found = []
     for group, tensors in strategy.by_group(by_tensor):
-        rank, size = (
-            (strategy.replica, strategy.replicas) if is_shard else (dist.get_rank(group), dist.get_world_size(group))
-        )
+        over = strategy.groups
+        rank, size = (over.replica, over.replicas) if is_shard else (dist.get_rank(group), dist.get_world_size(group))
         lengths = [strategy.on_this_rank(tensor).numel() for tensor in tensors]
         found += [(by_tensor[tensors[index]], start, end) for index, start, end in share(lengths, rank, size)]
     return found

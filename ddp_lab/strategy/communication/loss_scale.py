@@ -35,15 +35,13 @@ class LossScaler:
         self._interval = options.growth_interval
 
     @classmethod
-    def of(cls, module: nn.Module, options: StrategyOptions) -> "LossScaler | None":
-        """The one that `options` ask for, if any.
+    def of(cls, module: nn.Module, options: StrategyOptions) -> "LossScaler":
+        """The one that `options` ask for.
 
         Raises:
             UnsupportedError: A gradient would be in fp16, where dividing it by the scale would lose what the scale has
                 kept.
         """
-        if FP16 not in (options.precision, options.param_dtype):
-            return None
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype == torch.float16:
                 raise UnsupportedError(f"{FP16} trains fp32 parameters, and {name} is fp16: call .float()")
