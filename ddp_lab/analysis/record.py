@@ -1,18 +1,55 @@
 """Run records, checked when they are read."""
 
+import functools
+import operator
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import msgspec
+from msgspec import Meta
 
-from ddp_lab.analysis.layout import RUN_RECORD, Ended
 from ddp_lab.collectives.ranks import Ranks
-from ddp_lab.record_format import RECORD_VERSION
+from ddp_lab.record_format import READABLE, Count, Ending, Line, Rate, RunRecord
+from ddp_lab.runtime.config import FLAGS
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted, json_bytes
 
 SHARE = 1 / 16
 """Of the limit for a trace: how large a record may be."""
+Sizes = Annotated[str, Meta(pattern=r"\A[a-z]+=[1-9]\d{0,5}(,[a-z]+=[1-9]\d{0,5})*\Z")]
+
+
+def of_flag(field: Any) -> tuple[str, Any, Any]:
+    """A flag in a record's config, which may lack it: the run is older than the flag."""
+    texts = {"mesh": Sizes, "prompt": str}
+    kinds = {str: texts.get(field.name, Line), int: Count, float: Rate}
+    types = (kinds.get(kind, kind) for kind in get_args(field.type) or (field.type,))
+    return field.name, functools.reduce(operator.or_, types), field.default
+
+
+def ranks_exist(settings: Any) -> None:
+    Ranks.parse(settings.profile_ranks or "0")
+
+
+Settings: Any = msgspec.defstruct("Settings", map(of_flag, FLAGS), namespace={"__post_init__": ranks_exist})
+
+
+class ReadRecord(RunRecord, kw_only=True):
+    """A run record as it is read: with checks of what fits together."""
+
+    config: Settings
+
+    def __post_init__(self) -> None:
+        ranks, mesh = [row.rank for row in self.memory], self.config.mesh
+        if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= self.world_size:
+            raise ValueError(f"memory: rows of ranks {ranks[:9]} in a run of {self.world_size}")
+        if mesh and prod(int(part.partition("=")[2]) for part in mesh.split(",")) != self.world_size:
+            raise ValueError(f"config.mesh: {mesh} in a run of {self.world_size} ranks")
+        needed = ("memory", "train_loss") if self.config.no_eval else ("eval", "memory", "train_loss")
+        empty = [name for name in needed if not getattr(self, name)]
+        if empty and not self.ended.problem:
+            raise ValueError(f"{empty[0]}: empty, though the run completed")
 
 
 def read_record(path: Path, failed_too: bool = False) -> dict[str, Any]:
@@ -34,21 +71,19 @@ def checked(content: Any, path: object, failed_too: bool = False) -> dict[str, A
     """As `read_record`, from the file's content; raises `UserError`. `path` is for messages."""
     if not isinstance(content, dict) or "run_id" not in content or "choice" not in content:
         raise UserError(f"{path}: not a run record (run_id and choice are missing)")
-    if content.get("schema_version") != RECORD_VERSION:
+    if content.get("schema_version") not in READABLE:
         version = str(content.get("schema_version"))[:100]
-        raise UserError(
-            f"{path}: a run record of version {version!r}, but this program reads version {RECORD_VERSION}; train again"
-        )
-    record = fitted(content, RUN_RECORD, path, "run record")
+        raise UserError(f"{path}: a run record of version {version!r}, but this program reads {READABLE}; train again")
+    record = fitted(content, ReadRecord, path, "run record")
     if record.ended.problem and not failed_too:
         raise UserError(f"{path}: {record.ended.problem}, so its record is not whole; train again")
     found: dict[str, Any] = msgspec.to_builtins(record)
-    return found | content | {"config": found["config"] | content["config"]}
+    return found | {"config": content["config"] | found["config"]}
 
 
 def failure_of(record: dict[str, Any]) -> str:
     """How a run ended if it did not complete, in words; else empty."""
-    return msgspec.convert(record["ended"], Ended).problem
+    return Ending(**record["ended"]).problem
 
 
 def leaves_traces(record: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@ states."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class Collective:
 
         return self.payload_bytes * sent_share(self.kind, self.group_size)
 
-    def as_dict(self) -> dict[str, str | int | float | None]:
+    def as_dict(self) -> dict[str, Any]:
         made_of = parts_of(self.made_of, self.group_size) if self.made_of else ""
         return {**asdict(self), "made_of": made_of, "wire_bytes": self.wire_bytes}
 

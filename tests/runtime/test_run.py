@@ -3,8 +3,9 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import sharding
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.reading import read_trace
+from ddp_lab.record_format import FlightRecord, RunRecord
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.samples import reviews
@@ -84,24 +86,31 @@ def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path, choice):
 
 
 def require_documented(record: dict[str, Any], trace: Path):
-    """Every field of the record, and every name of a trace that is not torch's."""
-    fields = {
-        *record,
-        *(f"compile.{name}" for name in ("blocks", "graphs", "recompilations", "graph_breaks", "seconds")),
-    }
-    fields |= {f"{parent}.{name}" for parent in ("eval", "ended") for name in record[parent]}
-    memory = record["memory"][0]
-    fields |= {f"memory[].{name}" for name in memory} | {f"memory[].timeline.{name}" for name in memory["timeline"]}
-    fields |= {f"memory[].timeline.phases[].{name}" for name in memory["timeline"]["phases"][0]}
-    for parent in ("throughput", "expected_traffic"):
-        fields |= {f"{parent}[].{name}" for name in record[parent][0]}
-    assert set(documented("run-record.md")) == fields
+    """Every name of a trace that is not torch's. The record has the fields of its struct."""
+    assert record.keys() == {field.name for field in msgspec.structs.fields(RunRecord)}
     events = read_trace(trace).events
     rows = documented("profiling.md")
     patterns = [re.compile(re.escape(row).replace("NAME", r"\S+").replace("<n>", r"\d+") + "$") for row in rows]
     names = set(events.loc[events["cat"] == "user_annotation", "name"])
     assert {name for name in names if not any(pattern.match(name) for pattern in patterns)} == set()
     assert set(PHASES) <= set(rows)
+
+
+def fields_of(kind: Any) -> list[str]:
+    """The fields of a record, those of a struct within as `outer.inner`, of a list of them as `outer[].inner`."""
+    found = []
+    for name, hint in get_type_hints(kind).items():
+        of_list = next((get_args(one) for one in (hint, *get_args(hint)) if get_origin(one) is list), ())
+        structs = {one for one in (hint, *get_args(hint), *of_list) if hasattr(one, "__annotations__")}
+        found += [name, *(f"{name}{'[]' * bool(of_list)}.{field}" for one in structs for field in fields_of(one))]
+    return found
+
+
+def test_every_field_of_a_record_is_documented():
+    assert sorted(documented("run-record.md")) == sorted(fields_of(RunRecord))
+    section = (DOCS / "run-record.md").read_text().split("## The flight record")[1]
+    rows = re.findall(r"^\| ([\w\[\].,_ ]+) \|", section, re.MULTILINE)[1:]
+    assert ", ".join(rows).split(", ") == [name for name in fields_of(FlightRecord) if name != "entries"]
 
 
 def documented(page: str) -> list[str]:

@@ -43,7 +43,7 @@ def expected_of(pairs: Sequence[tuple[Run, Run]]) -> Spread:
 
 def without_core(record: Run) -> float:
     """The share of a step in which a training thread could run and had no core, on the rank that has most of it."""
-    return max((row["core_s"] / row["step_s"] for row in record.get("throughput", ())), default=0.0)
+    return max(((row["core_s"] or 0.0) / row["step_s"] for row in record["throughput"] if row["step_s"]), default=0.0)
 
 
 def work_of(record: Run) -> str | None:

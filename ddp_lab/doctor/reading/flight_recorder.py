@@ -2,20 +2,21 @@
 
 torch (2.5 to 2.15; `torch._C._distributed_c10d._dump_nccl_trace_json()`, for Gloo `_dump_fr_trace_json()`) writes
 `entries` with a sequence number in their process group. Its pickles are never loaded, since a pickle can run code. This
-project writes `<anything>rank_<R>.flight.json` when a run hangs; its layout is `OwnDump`.
+project writes `<anything>rank_<R>.flight.json` when a run hangs; its layout is `FlightRecord`.
 """
 
 import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from ddp_lab.collectives.calls import COMPLETED, Call
 from ddp_lab.collectives.kinds import ENDS
-from ddp_lab.collectives.ranks import MOST_RANKS, ranks_of
+from ddp_lab.collectives.ranks import ranks_of
+from ddp_lab.record_format import FLIGHT_VERSION, FlightRecord
 from ddp_lab.runtime.errors import UserError
 
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
@@ -27,13 +28,6 @@ UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "all_gather_v", "reduce
 ENDED = "ended or given up"
 """For Gloo, torch's dump does not say which."""
 DONE = (COMPLETED, ENDED)
-
-
-class OwnDump(msgspec.Struct):
-    version: int
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
-    entries: list[Call]
 
 
 class TorchEntry(msgspec.Struct):
@@ -95,14 +89,15 @@ def read_dump(path: str, content: Any) -> Dump:
     try:
         if "pg_config" in content or not isinstance(content.get("version"), int):
             return _from_torch(path, msgspec.convert(content, TorchDump))
-        return _from_own(path, msgspec.convert(content, OwnDump))
+        return _from_own(path, msgspec.convert(content, FlightRecord))
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: not a flight-recorder dump of a layout that is known: {error}") from None
 
 
-def _from_own(path: str, dump: OwnDump) -> Dump:
-    if dump.version != 1:
-        raise UserError(f"{path}: version {dump.version} of the flight recorder's layout; this doctor reads version 1")
+def _from_own(path: str, dump: FlightRecord) -> Dump:
+    if dump.version != FLIGHT_VERSION:
+        kinds = f"version {dump.version} of the flight recorder's layout; this doctor reads version {FLIGHT_VERSION}"
+        raise UserError(f"{path}: {kinds}")
     calls = [call for call in dump.entries if call.kind not in ENDS]
     members = {call.group: _members_of(call.group, dump.world_size) for call in dump.entries}
     return Dump(path, dump.rank, calls, members, len(dump.entries) - len(calls), is_own=True)

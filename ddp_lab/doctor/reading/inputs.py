@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ddp_lab.analysis.layout import RunEnd
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.content import Content, read_content
 from ddp_lab.doctor.reading.flight_recorder import is_dump, read_dump
 from ddp_lab.doctor.reading.nccl_json import is_answer, read_answer, read_inspector
 from ddp_lab.doctor.reading.texts import Text, count_of, encoding_of, printable, to_text
 from ddp_lab.doctor.reading.topology import find_topologies
+from ddp_lab.record_format import RunEnd
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted
 

@@ -10,12 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ddp_lab.record_format import COMPLETED, Ending
 from ddp_lab.runtime.config import choice_folder
 from ddp_lab.runtime.flags import to_toml
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.records.run_so_far import RunSoFar
-from ddp_lab.runtime.watch.cause import COMPLETED, STOPPED, Ending
+from ddp_lab.runtime.watch.cause import STOPPED
 from ddp_lab.writing import write_json, write_text
 
 PLAIN_LINES = 6

@@ -6,16 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from ddp_lab.collectives.calls import Call
-from ddp_lab.record_format import RECORD_VERSION
+from ddp_lab.record_format import COMPLETED, Compiled, Ending, FlightRecord, RunRecord, Traffic
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import Ranks, backend_class
@@ -33,15 +34,13 @@ from ddp_lab.runtime.records.record import (
 )
 from ddp_lab.runtime.records.verdict import verdict
 from ddp_lab.runtime.records.waits import arrivals, lateness, waits
-from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, INTERRUPTED, MISMATCHED, Ending, RankReport
+from ddp_lab.runtime.watch.cause import FAILED, INTERRUPTED, MISMATCHED, RankReport
 from ddp_lab.runtime.watch.phases import start_s
 from ddp_lab.runtime.watch.rank_state import RankState
 from ddp_lab.strategy.account import Collective, ModelSize
 from ddp_lab.strategy.communication.traffic import on_mesh
 from ddp_lab.strategy.strategy import Strategy
 from ddp_lab.writing import to_json, write_json, write_text
-
-FLIGHT_VERSION = 1
 
 
 class Setup(NamedTuple):
@@ -73,11 +72,11 @@ class RunSoFar:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.run_id, self.steps = config, "", 0
         self.result = TrainingResult()
-        self.evaluation: dict[str, Any] | None = None
-        self.generated: dict[str, Any] | None = None
-        self.memory: list[dict[str, Any]] = []
-        self.throughput: list[dict[str, Any]] = []
-        self.resumed_from: dict[str, Any] | None = None
+        self.evaluation: Any = None
+        self.generated: Any = None
+        self.memory: list[Any] = []
+        self.throughput: list[Any] = []
+        self.resumed_from: Any = None
         self.latest_collectives: Callable[[], tuple[Call, ...]] = tuple
         self.stop_request: Callable[[], bool] = lambda: False
         self._traffic: list[Collective] = []
@@ -156,54 +155,54 @@ class RunSoFar:
         statistics, has_tokens = self._statistics(), any(result.tokens)
         rate = statistics["samples_per_second"]
         link = Link.parse(self.config.link)
-        record = {
-            "schema_version": RECORD_VERSION,
-            "choice": self.config.choice,
-            "run_id": self.run_id,
-            "ended": asdict(ending),
-            "world_size": ranks.world_size,
-            "backend": ranks.library,
-            "backend_class": self._backend_class,
-            "gpu_sharing": ranks.gpu_sharing,
-            "device": ranks.device.type,
-            "device_name": device_name(ranks.device),
-            "host": socket.gethostname(),
-            "threads": torch.get_num_threads(),
-            "scheduling": scheduling(),
-            "link_bits_per_s": link.bits_per_s if link else None,
-            "config": self.config.as_dict(),
-            "versions": package_versions(),
-            "parameters": size.elements,
-            "optimizer": optimizer,
-            "shards": sorted(strategy.shards),
-            "settling_steps": strategy.settling_steps,
-            "compile": strategy.compiled.as_record() if strategy.compiled else None,
-            "expected_traffic": [collective.as_dict() for collective in self._traffic],
-            "start_s": dict(start_s),
-            "train_samples": len(workload.train),
-            "step_samples": result.samples,
-            "step_time_s": result.step_time_s,
-            "step_tokens": result.tokens if has_tokens else None,
-            "step_lr": result.lr,
-            "step_grad_norm": result.grad_norm,
-            "step_expert_tokens": result.expert_load if self.config.has_experts else None,
-            "step_loss_scale": result.loss_scale if strategy.scaler else None,
-            "skipped_steps": [step for step, skipped in enumerate(result.skipped) if skipped],
-            "samples_per_second": rate,
-            "tokens_per_second": statistics["tokens_per_second"],
-            "step_time_median_s": statistics["step_time_median_s"],
-            "throughput": self.throughput,
-            "model_flops_per_sample": flops,
-            "model_flops_per_second": flops * rate if flops and rate else None,
-            "train_loss": result.loss,
-            "eval_samples": len(workload.evaluation),
-            "eval": self.evaluation,
-            "generated": self.generated,
-            "resumed_from": self.resumed_from,
-            "notes": [*workload.notes, *strategy.notes],
-            "memory": self.memory,
-        }
-        return record | {"verdict": verdict(record) if ending.how == COMPLETED else []}
+        record = RunRecord(
+            choice=self.config.choice,
+            run_id=self.run_id,
+            ended=ending,
+            world_size=ranks.world_size,
+            backend=ranks.library,
+            backend_class=self._backend_class,
+            gpu_sharing=ranks.gpu_sharing,
+            device=ranks.device.type,
+            device_name=device_name(ranks.device),
+            host=socket.gethostname(),
+            threads=torch.get_num_threads(),
+            scheduling=scheduling(),
+            link_bits_per_s=link.bits_per_s if link else None,
+            config=self.config.as_dict(),
+            versions=package_versions(),
+            parameters=size.elements,
+            optimizer=optimizer,
+            shards=sorted(strategy.shards),
+            settling_steps=strategy.settling_steps,
+            compile=Compiled(**strategy.compiled.as_record()) if strategy.compiled else None,
+            expected_traffic=[Traffic(**collective.as_dict()) for collective in self._traffic],
+            start_s=dict(start_s),
+            train_samples=len(workload.train),
+            step_samples=result.samples,
+            step_time_s=result.step_time_s,
+            step_tokens=result.tokens if has_tokens else None,
+            step_lr=result.lr,
+            step_grad_norm=result.grad_norm,
+            step_expert_tokens=result.expert_load if self.config.has_experts else None,
+            step_loss_scale=result.loss_scale if strategy.scaler else None,
+            skipped_steps=[step for step, skipped in enumerate(result.skipped) if skipped],
+            samples_per_second=rate,
+            tokens_per_second=statistics["tokens_per_second"],
+            step_time_median_s=statistics["step_time_median_s"],
+            throughput=self.throughput,
+            model_flops_per_sample=flops,
+            model_flops_per_second=flops * rate if flops and rate else None,
+            train_loss=result.loss,
+            eval_samples=len(workload.evaluation),
+            eval=self.evaluation,
+            generated=self.generated,
+            resumed_from=self.resumed_from,
+            notes=[*workload.notes, *strategy.notes],
+            memory=self.memory,
+        )
+        fields: dict[str, Any] = msgspec.to_builtins(record)
+        return fields | {"verdict": verdict(fields) if ending.how == COMPLETED else []}
 
     @contextmanager
     def saying_errors(self, is_main: bool) -> Iterator[None]:
@@ -252,22 +251,15 @@ class RunSoFar:
         folder = choice_folder(self.config)
         for part in folder.glob(f"rank_{rank}/.{self.run_id}.*"):
             part.unlink(missing_ok=True)
+        record = FlightRecord(
+            rank=state.rank,
+            world_size=self._setup.ranks.world_size,
+            step=state.step,
+            phase=state.phase,
+            written_s=time.time(),
+            entries=list(state.entries),
+        )
         try:
-            write_json(
-                folder / f"{self.run_id}.rank_{rank}.flight.json", flight_record(state, self._setup.ranks.world_size)
-            )
+            write_json(folder / f"{self.run_id}.rank_{rank}.flight.json", msgspec.to_builtins(record))
         except (OSError, UserError):
             return  # `report` says why nothing can be written
-
-
-def flight_record(state: RankState, world_size: int) -> dict[str, Any]:
-    """The latest collectives of a rank, oldest first, and what it did (`docs/run-record.md`)."""
-    return {
-        "version": FLIGHT_VERSION,
-        "rank": state.rank,
-        "world_size": world_size,
-        "step": state.step,
-        "phase": state.phase,
-        "written_s": time.time(),
-        "entries": [asdict(call) for call in state.entries],
-    }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ddp_lab.collectives.calls import ON_DEVICE, QUEUED, STARTED, behind, slow_devices
 from ddp_lab.collectives.ranks import ranks_of
+from ddp_lab.record_format import Ending
 from ddp_lab.runtime.watch.rank_state import (
     ADVICE,
     NUMBERS,
@@ -22,7 +23,7 @@ from ddp_lab.runtime.watch.rank_state import (
     find_mismatch,
 )
 
-COMPLETED, STOPPED, FAILED, KILLED = "completed", "stopped", "failed", "killed"
+STOPPED, FAILED, KILLED = "stopped", "failed", "killed"
 HUNG, MISMATCHED, INTERRUPTED, LOST = "hung", "mismatched", "interrupted", "lost"
 """How a run may end (`docs/run-record.md`)."""
 
@@ -44,19 +45,6 @@ class RankReport:
     is_gone: bool = False
     crash: str = ""
     is_stopped: bool = False
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a run ended: the value of `ended` in its record."""
-
-    how: str
-    rank: int | None = None
-    step: int | None = None
-    phase: str | None = None
-    collective: str | None = None
-    message: str | None = None
-    traceback: str | None = None
 
 
 Reports = Mapping[int, RankReport]

@@ -18,9 +18,10 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from ddp_lab.collectives.calls import Call
+from ddp_lab.record_format import Ending
 from ddp_lab.runtime.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
 from ddp_lab.runtime.groups import host_barrier
-from ddp_lab.runtime.watch.cause import Ending, RankReport, first_cause
+from ddp_lab.runtime.watch.cause import RankReport, first_cause
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
 from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers
