@@ -19,6 +19,8 @@ FLIGHT_VERSION = 1
 SHARED_GPU = "step times tell about overlap and order, not about as many GPUs as ranks"
 """Behind a record's `gpu_sharing`."""
 COMPLETED = "completed"
+SWEEP_VARIABLE = "DDP_LAB_SWEEP"
+"""In the environment of a run: its `SweepPass`, as JSON."""
 
 Line = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**50)]
@@ -52,12 +54,24 @@ class Ending:
         return "" if self.how == COMPLETED else f"this run ended early ({self.how}: {said})"
 
 
+class SweepPass(Struct, frozen=True, kw_only=True):
+    """Of which sweep, and of which of its passes, a run is."""
+
+    id: Line
+    family: Line
+    command: str
+    number: Several = 1
+    passes: Several
+    runs: Count = 0
+
+
 class RunEnd(Struct, kw_only=True):
     """What is in the record of every run."""
 
     choice: Line
     run_id: Line
     ended: Ending
+    sweep: SweepPass | None = None
 
 
 class Compiled(Struct):

@@ -33,7 +33,6 @@ from ddp_lab.doctor.reading import content as doctors
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.sweep.state import SweepState
 from ddp_lab.untrusted import LIMIT
 from ddp_lab.writing import write_text
 from tests.damage import DAMAGE, damaged
@@ -143,14 +142,6 @@ def card(folder):
     return path, lambda: hardware.cluster(f"2x{path}", "pcie4")
 
 
-def sweep(folder):
-    state = SweepState(folder, "ddp", {"ranks": 2, "passes": 2}, "ddp-lab sweep ddp 2")
-    state.planned = 4
-    (folder / "profile" / "flat_ddp").mkdir(parents=True)
-    state.add("flat_ddp", 1)
-    return folder / "profile" / "ddp.sweep.json", lambda: SweepState(folder, "ddp", {}).unfinished()
-
-
 READERS = {
     "a run record": (60, record_alone),
     "a run record, compared": (4, records),
@@ -165,7 +156,6 @@ READERS = {
     "a log of NCCL": (40, of_doctor("shm-full/2_26.log")),
     "a topology": (40, of_doctor("socket-despite-infiniband/with_topology/topology.txt")),
     "a card": (40, card),
-    "a sweep": (40, sweep),
 }
 
 

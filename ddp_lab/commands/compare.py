@@ -17,8 +17,8 @@ from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
 from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
+from ddp_lab.sweep.done import latest_sweep, unfinished
 from ddp_lab.sweep.meshes import place
-from ddp_lab.sweep.state import SweepState
 from ddp_lab.untrusted import add_limit
 
 WORSE_THAN_ALLOWED = 3
@@ -89,15 +89,16 @@ def of_family(options: argparse.Namespace) -> int:
 
     family = FAMILIES[options.what]
     root = options.output_dir or Path()
-    trained, sweep = trained_labels(root / "profile", family), SweepState(root, options.what, {})
-    unfinished = sweep.unfinished()
+    trained, (sweep, done) = trained_labels(root / "profile", family), latest_sweep(root, options.what)
     others = [
         label for other in FAMILIES.values() if other is not family for label in trained_labels(root / "profile", other)
     ]
     if left_out := [label for label in others if label not in trained]:
         print(f"left out, since they are of other families than {options.what}: {', '.join(left_out)}", flush=True)
     failed: list[str] = []
-    page = report_on_choices(root, family.report_root, trained, failed, options.allow_different, sweep.runs, unfinished)
+    page = report_on_choices(
+        root, family.report_root, trained, failed, options.allow_different, done, unfinished(sweep, done)
+    )
     print(f"\nreport: {page}")
     return int(bool(failed))
 

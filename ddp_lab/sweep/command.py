@@ -11,11 +11,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ddp_lab.families import FAMILIES, Family
+from ddp_lab.record_format import SweepPass
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.data.found import require_found
 from ddp_lab.runtime.data.workloads import import_libraries, resolve_workload
@@ -28,9 +32,9 @@ from ddp_lab.runtime.process.torchrun import quiet_torchrun
 from ddp_lab.runtime.settings.data import WORKLOADS
 from ddp_lab.runtime.watch.phases import long_phases_said
 from ddp_lab.runtime.watch.processes import answer_signals
+from ddp_lab.sweep.done import how_far, kept, latest_sweep
 from ddp_lab.sweep.passes import planned, train
 from ddp_lab.sweep.runs import Runs
-from ddp_lab.sweep.state import SweepState
 
 SWEEP_STEPS = 40
 """Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
@@ -44,16 +48,16 @@ pass, as on GPUs that people rent. In a laptop's memory it would cost nothing, a
 def main(arguments: Sequence[str]) -> int:
     quiet_torchrun()
     try:
-        runs, state, passes, resumes = parse(arguments)
+        runs, latest, resumes = parse(arguments)
     except UserError as error:
         exit_with_error(str(error))
     try:
-        return sweep(runs, state, passes, resumes)
+        return sweep(runs, latest, resumes)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        return interrupted(getattr(error, "number", signal.SIGINT), state)
+        return interrupted(getattr(error, "number", signal.SIGINT), runs.output_dir, latest.family)
 
 
 def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
@@ -90,8 +94,8 @@ def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
-    """What to run, what is finished already, in how many passes, and whether an interrupted sweep continues.
+def parse(arguments: Sequence[str]) -> tuple[Runs, SweepPass, bool]:
+    """What to run, of which sweep, and whether that was interrupted and continues.
 
     Raises:
         UserError: the settings do not fit together, or no such sweep was interrupted.
@@ -134,12 +138,17 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, int, bool]:
         runs = replace(runs, flags=[*runs.flags, "--link", SWEEP_LINK])
     runs = replace(runs, on_gpu=on_gpu)
     config.require_profiled_ranks(options.ranks)
-    checkpoint_dir = options.checkpoint_dir and str(options.checkpoint_dir)
-    settings = {"ranks": options.ranks, "passes": options.passes, "flags": runs.flags, "checkpoint_dir": checkpoint_dir}
-    state = SweepState(options.output_dir, options.family, settings, command)
-    if options.resume:
-        state.go_on()
-    return runs, state, options.passes, options.resume
+    if not options.resume:
+        new = SweepPass(id=datetime.now(UTC).isoformat(), family=options.family, command=command, passes=options.passes)
+        return runs, new, False
+    latest, _ = latest_sweep(options.output_dir, options.family)
+    if latest is None:
+        raise UserError(f"--resume: no interrupted sweep has left a record in {options.output_dir}; leave out --resume")
+    if latest.command != command:
+        raise UserError(
+            f"--resume: the interrupted sweep was another: {latest.command}; leave out --resume, or give that"
+        )
+    return runs, latest, True
 
 
 def given_to_resume(arguments: Sequence[str]) -> str:
@@ -182,29 +191,29 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("es" if thing.endswith("s") else "s") * (number != 1)
 
 
-def interrupted(number: int, state: SweepState) -> int:
+def interrupted(number: int, output_dir: Path, family: str) -> int:
     """Say what is kept, and how to continue. The exit code is that of a process that the signal ended."""
     answer_signals(signal.SIG_IGN)  # a second Ctrl-C would only print a traceback
-    line = f"error: stopped by {signal.Signals(number).name}; {state.kept()}the same command with --resume continues"
+    left = kept(output_dir, family)
+    line = f"error: stopped by {signal.Signals(number).name}; {left}the same command with --resume continues"
     print(line, file=sys.stderr)
     return 128 + number
 
 
-def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
-    """Train with all choices that `state` has not finished, and report on all; 1 if any of them failed, else 0.
+def sweep(runs: Runs, latest: SweepPass, resumes: bool) -> int:
+    """Do all runs of a sweep that have left no record yet, and report on all; 1 if any of them failed, else 0.
 
     Args:
         resumes: A run that was interrupted continues from its newest checkpoint, if it has left one.
 
     Raises:
-        UserError: the state cannot be written.
+        UserError: no choice can do what the flags ask for.
     """
     started, family = time.monotonic(), runs.family
     refusals = dict.fromkeys(runs.labels(), "")
-    print(first_line(runs, len(refusals), passes), flush=True)
+    print(first_line(runs, len(refusals), latest.passes), flush=True)
     if not runs.on_gpu and (said := load_line(runs.ranks, os.getloadavg()[0], os.cpu_count() or 1)):
         print(said, flush=True)
-    state.write()
     with long_phases_said(family.sweep):
         from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds
 
@@ -212,20 +221,19 @@ def sweep(runs: Runs, state: SweepState, passes: int, resumes: bool) -> int:
         if not runs.on_gpu:  # ranks are forked
             import_libraries(resolve_workload(runs.config(runs.names()[0]), has_gpu=False))
     labels = [label for label, refusal in refusals.items() if not refusal]
-    state.planned = len(labels) * passes
+    latest = msgspec.structs.replace(latest, runs=len(labels) * latest.passes)
+    done = latest_sweep(runs.output_dir, latest.family)[1] if resumes else {}
     if resumes:
-        print(f"resuming: {state.done} are done", flush=True)
+        print(f"resuming: {how_far(latest, done)} are done", flush=True)
     for label, refusal in refusals.items():
         if refusal:
             print(f"{label}: left out: {refusal}", flush=True)
     if not labels:
         raise UserError("no choice can do what these flags ask for")
-    state.write()
-    failed = train(runs, state, planned(labels, passes, runs.config(labels[0]).seed), resumes)
+    failed = train(runs, latest, done, planned(labels, latest.passes, runs.config(labels[0]).seed), resumes)
     succeeded = [label for label in labels if label not in failed]
-    page = report_on_choices(runs.output_dir, family.report_root, succeeded, failed, passes=state.runs)
-    if not failed:
-        state.write(is_whole=True)
+    done = latest_sweep(runs.output_dir, latest.family)[1]
+    page = report_on_choices(runs.output_dir, family.report_root, succeeded, failed, passes=done)
     print(f"\n{len(succeeded)} of {len(labels)} choices in {time.monotonic() - started:.0f} s; open {page}")
     if failed:
         print(f"error: failed: {', '.join(failed)}", file=sys.stderr)

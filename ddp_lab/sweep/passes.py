@@ -1,14 +1,18 @@
 """The runs of a sweep: every choice once in each pass."""
 
+import os
 import random
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from ddp_lab.families import EVERY
+from ddp_lab.record_format import SWEEP_VARIABLE, SweepPass
 from ddp_lab.runtime.process.torchrun import start_ranks
 from ddp_lab.runtime.settings.training import LATEST
+from ddp_lab.sweep.done import Done
 from ddp_lab.sweep.runs import Runs
-from ddp_lab.sweep.state import SweepState
 
 
 def planned(labels: Sequence[str], passes: int, seed: int) -> list[tuple[str, int]]:
@@ -17,28 +21,29 @@ def planned(labels: Sequence[str], passes: int, seed: int) -> list[tuple[str, in
     return [(label, number) for number, order in enumerate([labels, *orders], 1) for label in order]
 
 
-def train(runs: Runs, state: SweepState, plan: Sequence[tuple[str, int]], resumes: bool) -> list[str]:
-    """Do the runs of `plan` (label, pass) that `state` has not finished, and return the labels of those that failed.
+def train(runs: Runs, sweep: SweepPass, done: Done, plan: Sequence[tuple[str, int]], resumes: bool) -> list[str]:
+    """Do the runs of `plan` (label, pass) that are not in `done`, and return the labels of those that failed.
 
     A choice that failed is left out of later passes. Before each run, a line says how far the sweep is.
     """
-    passes = plan[-1][1]
     failed: list[str] = []
     seconds: list[float] = []
-    for place, (label, number) in enumerate(plan, 1):
-        if number in state.runs.get(label, ()) or label in failed:
+    todo = [(label, number) for label, number in plan if number not in done.get(label, ())]
+    for label, number in todo:
+        if label in failed:
             continue
-        said = f"{label}: {place} of {len(plan)}" + f" (pass {number} of {passes})" * (passes > 1)
+        place = plan.index((label, number))
+        said = f"{label}: {place + 1} of {len(plan)}" + f" (pass {number} of {sweep.passes})" * (sweep.passes > 1)
         if seconds:
-            left = sum(again not in state.runs.get(one, ()) for one, again in plan[place - 1 :] if one not in failed)
+            left = sum(again in todo and again[0] not in failed for again in plan[place:])
             said += f", about {left * sum(seconds) / len(seconds):.0f} s to go"
         print(said, flush=True)
         config = runs.config(label, number)
         if resumes and number == 1 and runs.has_begun(label):
             config = config.but(resume=LATEST)
         began = time.monotonic()
+        os.environ[SWEEP_VARIABLE] = msgspec.json.encode(msgspec.structs.replace(sweep, number=number)).decode()
         if start_ranks(config, runs.ranks, EVERY):
-            state.add(label, number)
             seconds.append(time.monotonic() - began)
         else:
             failed.append(label)

@@ -19,7 +19,6 @@ from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.process.environment import OF_GPUS, scheduling
 from ddp_lab.runtime.settings.data import WORKLOADS
-from ddp_lab.sweep.state import SweepState
 from tests.in_process import compare_runs
 from tests.traces import record, write, write_run
 
@@ -100,12 +99,17 @@ def trained(folder, changes, run_id="20261121-093000-0001"):
 
 
 def test_passes_of_a_sweep_count_together_until_a_choice_runs_again(tmp_path):
-    state = SweepState(tmp_path, "ddp", {"passes": 2}, "ddp-lab sweep ddp 2")
-    state.planned = 6
+    sweep = {
+        "id": "2026-11-21T09:30:00+00:00",
+        "family": "ddp",
+        "command": "ddp-lab sweep ddp 2",
+        "passes": 2,
+        "runs": 6,
+    }
     for number, seconds in ((1, 0.2), (2, 0.4)):
-        trained(tmp_path, {"flat_ddp": {}, "pytorch_ddp": {"step_time_s": [9.0, seconds]}}, f"20261121-09300{number}-0")
-        for label in ("flat_ddp", "pytorch_ddp"):
-            state.add(label, number)
+        of_pass = {"sweep": sweep | {"number": number}}
+        changes = {"flat_ddp": of_pass, "pytorch_ddp": of_pass | {"step_time_s": [9.0, seconds]}}
+        trained(tmp_path, changes, f"20261121-09300{number}-0")
     answer = compare_runs("ddp", "--output-dir", str(tmp_path))
     assert answer.returncode == 0 and "not known" in answer.stdout
     page = (tmp_path / "reports" / "compare.html").read_text()

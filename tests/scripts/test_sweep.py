@@ -2,6 +2,9 @@
 
 import contextlib
 import io
+import itertools
+import json
+import os
 import re
 import signal
 import subprocess
@@ -16,18 +19,21 @@ import pytest
 import ddp
 import tensor_parallel
 from ddp_lab.commands.compare import LABEL
+from ddp_lab.record_format import SWEEP_VARIABLE
 from ddp_lab.runtime.checkpoint.manifest import folder_name
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.watch.processes import STOPPING
 from ddp_lab.sweep import command as script
 from ddp_lab.sweep import passes
+from ddp_lab.sweep.done import latest_sweep, unfinished
 from ddp_lab.sweep.meshes import mesh_flags, mesh_labels, mesh_setting, place
-from ddp_lab.sweep.state import SweepState
 from tests.tables import each_row
+from tests.traces import write
 
 ROOT = Path(__file__).parents[2]
 CHOICES = [name for name in ddp.CHOICES if name != "pytorch_ddp_plain"]  # a variant, which no sweep runs
+NUMBERS = itertools.count()
 Train = Callable[[str, list[str]], bool]
 
 
@@ -52,7 +58,12 @@ class Sweep:
 
         def started(config, ranks, registry):
             self.asked[config.label] = config
-            return train(config.label, config)
+            how = "interrupted"
+            try:
+                how = "completed" if train(config.label, config) else "failed"
+            finally:
+                self.leave_record(config.label, how)
+            return how == "completed"
 
         def reported(*_, passes):
             if self.report_problem:
@@ -78,6 +89,12 @@ class Sweep:
                     signal.signal(number, handler)
         return subprocess.CompletedProcess(command, code, out.getvalue(), error.getvalue())
 
+    def leave_record(self, label, how):
+        run_id = f"20261121-093000-{next(NUMBERS):04}"
+        content = {"choice": label.split("@")[0], "run_id": run_id, "ended": {"how": how}}
+        content["sweep"] = json.loads(os.environ.pop(SWEEP_VARIABLE))
+        write(self.folder / "profile" / label / f"{run_id}.run.json", content)
+
     def checkpoints(self, choice):
         return self.folder / "checkpoints" / choice
 
@@ -98,7 +115,7 @@ def stopped_in(last):
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_sweep_goes_on_wherever_it_was_stopped(sweep, last):
-    """In its first choice, too; and from nothing that a sweep before it has finished."""
+    """In its first choice, too; and from nothing that a sweep before it has finished. A whole one is reported on."""
     sweep.run(train=stopped_in(CHOICES[3]))
     answer = sweep.run(train=stopped_in(CHOICES[last]))
     assert answer.returncode == 130 and "the same command with --resume continues" in answer.stderr
@@ -106,7 +123,7 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep, last):
     answer = sweep.run("--resume")
     assert answer.returncode == 0 and list(sweep.asked) == CHOICES[last:]
     again = sweep.run("--resume")
-    assert again.returncode == 2 and "--resume: no interrupted sweep" in again.stderr
+    assert again.returncode == 0 and not sweep.asked
 
 
 def test_passes_go_on_in_their_middle(sweep):
@@ -126,10 +143,14 @@ def test_passes_go_on_in_their_middle(sweep):
     answer = sweep.run(*flags, train=train)
     assert f"{asked[-1][0]}: 10 of 21 (pass 2 of 3), about 0 s to go" in answer.stdout
     assert "9 of 21 runs are kept" in answer.stderr and answer.stderr.count("\n") == 1
-    state = SweepState(sweep.folder, "ddp", {})
-    assert "9 of 21 runs, pass 2 of 3" in state.unfinished() and state.unfinished().endswith(" --lr 0.1 --resume")
+    line = unfinished(*latest_sweep(sweep.folder, "ddp"))
+    assert "9 of 21 runs, pass 2 of 3" in line and line.endswith(" --lr 0.1 --resume")
     answer = sweep.run(*flags, "--resume", train=train)
-    assert answer.returncode == 0 and answer.stdout.startswith("7 choices x 3 passes") and state.unfinished() == ""
+    assert (
+        answer.returncode == 0
+        and answer.stdout.startswith("7 choices x 3 passes")
+        and unfinished(*latest_sweep(sweep.folder, "ddp")) == ""
+    )
     assert asked.pop(len(CHOICES) + 2) == asked[len(CHOICES) + 2], "the run that was stopped is done again"
     assert asked == [(label, number == 1) for label, number in passes.planned(CHOICES, 3, seed=0)]
     orders = [asked[start : start + len(CHOICES)] for start in range(0, 21, len(CHOICES))]

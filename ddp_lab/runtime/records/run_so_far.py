@@ -16,7 +16,16 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.collectives.calls import Call
-from ddp_lab.record_format import COMPLETED, Compiled, Ending, FlightRecord, RunRecord, Traffic
+from ddp_lab.record_format import (
+    COMPLETED,
+    SWEEP_VARIABLE,
+    Compiled,
+    Ending,
+    FlightRecord,
+    RunRecord,
+    SweepPass,
+    Traffic,
+)
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import Ranks, backend_class
@@ -159,6 +168,7 @@ class RunSoFar:
             choice=self.config.choice,
             run_id=self.run_id,
             ended=ending,
+            sweep=msgspec.json.decode(os.environ.get(SWEEP_VARIABLE, "null"), type=SweepPass | None),
             world_size=ranks.world_size,
             backend=ranks.library,
             backend_class=self._backend_class,
