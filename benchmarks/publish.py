@@ -117,8 +117,7 @@ def machine() -> str:
     """Hardware and torch of this machine, in words, without its name."""
     import torch
 
-    from ddp_lab.planner.costs.hardware import physical_memory
-    from ddp_lab.runtime.records.record import cpu_name
+    from ddp_lab.machine import cpu_name, physical_memory
 
     gpus = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) or "no GPU"
     processor = cpu_name().replace(" x ", " cores of ", 1)

@@ -20,13 +20,13 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from ddp_lab.doctor.complaints import unexplained
 from ddp_lab.doctor.diagnosis import diagnose
-from ddp_lab.doctor.live.machine import examine
 from ddp_lab.doctor.live.results import Live, flag_slow_pairs
 from ddp_lab.doctor.reading.inputs import Inputs, read_inputs
 from ddp_lab.doctor.reading.texts import to_text
 from ddp_lab.doctor.reading.topology import find_topologies
 from ddp_lab.doctor.report import Report, to_json
 from ddp_lab.doctor.rulebook import rules_as_markdown
+from ddp_lab.machine import examine
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, at_least
 from ddp_lab.runtime.errors import UserError

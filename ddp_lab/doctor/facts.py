@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ddp_lab.doctor.comparison import Divergence, compare
-from ddp_lab.doctor.live.machine import Machine
 from ddp_lab.doctor.reading.complaints import Said, read_complaints
 from ddp_lab.doctor.reading.flight_recorder import Dump
 from ddp_lab.doctor.reading.nccl_json import Answer, Timed
@@ -15,6 +14,7 @@ from ddp_lab.doctor.reading.stacks import Stack, stacks_in
 from ddp_lab.doctor.reading.texts import Line, Text
 from ddp_lab.doctor.reading.topology import Topology
 from ddp_lab.doctor.reading.watchdog import HANG, GaveUp, Status, Timeout, read_gave_up, read_timeouts, statuses_in
+from ddp_lab.machine import Machine
 from ddp_lab.record_format import RunEnd
 
 _VIRTUAL = re.compile(

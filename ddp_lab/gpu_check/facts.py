@@ -6,8 +6,8 @@ import platform
 
 import torch
 
-from ddp_lab.doctor.live.machine import output_of
 from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS, ROOT, SKIPPED, Machine, Verdict
+from ddp_lab.machine import cpu_name, output_of, package_versions
 
 KINDS_OF_LINKS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
 """Words of `nvidia-smi topo -m` for the way between two GPUs."""
@@ -19,13 +19,11 @@ def environment(machine: Machine) -> Verdict:
     devices = [torch.cuda.get_device_properties(index) for index in range(min(machine.ranks, machine.gpus))]
     found = {
         "revision": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD").strip(),
-        "torch": torch.__version__,
+        **package_versions(),
         "cuda": torch.version.cuda,
-        "nccl": list(torch.cuda.nccl.version()) if machine.has_gpus else None,
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-        "python": platform.python_version(),
         "system": platform.platform(),
-        "cpus": os.cpu_count(),
+        "cpu": cpu_name(),
         "devices": [
             {"name": one.name, "memory_bytes": one.total_memory, "capability": f"{one.major}.{one.minor}"}
             for one in devices
@@ -36,7 +34,7 @@ def environment(machine: Machine) -> Verdict:
     (machine.folder / "environment.json").write_text(json.dumps(found, indent=1))
     rows = [{"what": name, "is": str(value)} for name, value in found.items() if value]
     if not devices:
-        line = f"no GPU: {machine.ranks} ranks on {found['cpus']} CPU cores, torch {torch.__version__}"
+        line = f"no GPU: {machine.ranks} ranks on {found['cpu']}, torch {torch.__version__}"
         return Verdict(MEASURED, line, rows)
     names = {one.name for one in devices}
     memory = min(one.total_memory for one in devices) / 2**30

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 
+from ddp_lab.machine import package_versions
 from ddp_lab.runtime.build import (
     OPTIMIZER,
     Parallelize,
@@ -46,7 +47,7 @@ from ddp_lab.runtime.profiling.profiler import WindowProfiler
 from ddp_lab.runtime.records.flops import model_flops
 from ddp_lab.runtime.records.metrics import step_metrics
 from ddp_lab.runtime.records.progress import leave_config, leave_record, leave_stopped, start_line, training_progress
-from ddp_lab.runtime.records.record import gather_memory, make_run_id, make_trace_folder, package_versions
+from ddp_lab.runtime.records.record import gather_memory, make_run_id, make_trace_folder
 from ddp_lab.runtime.records.run_so_far import RunSoFar, Setup
 from ddp_lab.runtime.watch.phases import between_steps, start_so_far
 from ddp_lab.runtime.watch.rank_state import RankNames

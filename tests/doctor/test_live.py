@@ -9,8 +9,8 @@ import pytest
 
 from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.facts import Facts
-from ddp_lab.doctor.live.machine import examine
 from ddp_lab.doctor.live.results import Pair, flag_slow_pairs
+from ddp_lab.machine import examine
 
 ROOT = Path(__file__).parents[2]
 

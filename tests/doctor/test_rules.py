@@ -7,13 +7,13 @@ from pathlib import Path
 from ddp_lab.doctor import command as script
 from ddp_lab.doctor.diagnosis import advice, diagnose
 from ddp_lab.doctor.facts import Facts
-from ddp_lab.doctor.live.machine import Machine
 from ddp_lab.doctor.predicates import PREDICATES, failures, local, network
 from ddp_lab.doctor.reading import complaints as reading_complaints
 from ddp_lab.doctor.reading import nccl_log, texts, watchdog
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.doctor.reading.texts import LONGEST_LINE, to_text
 from ddp_lab.doctor.rulebook import all_rules, compiled, rules_as_markdown
+from ddp_lab.machine import Machine
 from tests.doctor.test_look_alikes import logs
 from tests.in_process import run_in_process
 from tests.tables import each_row

@@ -4,8 +4,8 @@ import re
 from collections import Counter
 
 from ddp_lab.doctor.facts import Facts, Match
-from ddp_lab.doctor.live.machine import SMALL_MEMLOCK_BYTES, SMALL_SHM_BYTES
 from ddp_lab.doctor.rulebook import all_rules, compiled
+from ddp_lab.machine import SMALL_MEMLOCK_BYTES, SMALL_SHM_BYTES
 
 _ACS = re.compile(r"ACSCtl:\s{0,8}SrcValid\+|ACSCtl:.{0,80}(?:ReqRedir|CmpltRedir|UpstreamFwd)\+")
 _IOMMU = re.compile(r"DMAR: IOMMU enabled|AMD-Vi: AMD IOMMUv2|(?:intel|amd)_iommu=on")

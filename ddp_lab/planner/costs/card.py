@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_lab.machine import device_name, physical_memory
 from ddp_lab.planner.contracts import CAUSAL, CONTIGUOUS, DERIVATIVE, OPTIMIZER, ROWS, SCATTERED, OperatorCall
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.calls import NOT_COMPUTE, operator_call
@@ -26,7 +27,6 @@ from ddp_lab.planner.costs.entries import found
 from ddp_lab.planner.costs.links import BASE_S, LOW_LATENCY, volume
 from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.records.record import device_name
 
 aten = torch.ops.aten
 Run = Callable[[], object]
@@ -283,7 +283,7 @@ def measure(device: torch.device, sizes: Sizes | None = None) -> tuple[str, dict
     shares = {access: fmean(of_access) / bytes_per_s for access, of_access in memory.items()}
     when = f"{datetime.date.today()}, torch {torch.__version__}"
     source = f"measured by {COMMAND} on {name}, {when}, {torch.get_num_threads()} threads"
-    size = torch.cuda.get_device_properties(device).total_memory if on_cuda else hardware.physical_memory()
+    size = torch.cuda.get_device_properties(device).total_memory if on_cuda else physical_memory()
     entry = {
         "title": name,
         "kind": device.type,

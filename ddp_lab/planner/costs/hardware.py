@@ -5,12 +5,12 @@ link("pcie4")   link("8xndr")        link("1gbit")
 cluster("2xL4", "pcie4")             cluster("4x8xH100", between="8xndr")
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ddp_lab.machine import physical_memory
 from ddp_lab.planner.contracts import ACCESSES, CONTIGUOUS
 from ddp_lab.planner.costs.cluster import Attention, Cluster, Device, Host, Link
 from ddp_lab.planner.costs.entries import found, known, table
@@ -56,10 +56,6 @@ def device(name: str, efficiency: float | None = None) -> Device:
         kind["host_us"] * 1e-6,
         kind["source"],
     )
-
-
-def physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def link(name: str) -> Link:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ddp_lab.machine import physical_memory
+
 COMPONENTS = ("parameters", "gradients", "optimizer_state", "buffers")
 """Of model states, in display order. Those that can be sharded come first."""
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -25,7 +27,7 @@ def limit_bytes(device: torch.device) -> int:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // -(-ranks // torch.cuda.device_count())
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = physical_memory()
     try:
         return min(host, int(CGROUP.read_text())) // ranks
     except (OSError, ValueError):

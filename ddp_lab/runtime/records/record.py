@@ -2,15 +2,12 @@
 
 import contextlib
 import os
-import platform
 import secrets
 import statistics
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ddp_lab.runtime.config import RunConfig, choice_folder
@@ -22,7 +19,6 @@ from ddp_lab.strategy.strategy import Strategy
 
 STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")
 STEP_MEMORY += ("peak_ms", "peak_phase", "peak_workspace_bytes", "peak_reserved_bytes", "timeline")
-PACKAGES = ("torch", "transformers", "datasets", "holistictraceanalysis", "deepspeed")
 
 
 def make_run_id() -> str:
@@ -99,29 +95,3 @@ def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict
         "step_time_median_s": statistics.median(seconds for seconds, *_ in timed) if timed else None,
         **{f"{name}_per_second": amount / total_s if amount else None for name, amount in amounts.items()},
     }
-
-
-def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-
-
-def cpu_name() -> str:
-    """Number of cores and name of the processor, e.g. `8 x Intel Xeon`."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.machine()
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of Python, of those `PACKAGES` that are installed, and of NCCL where there is a GPU."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found

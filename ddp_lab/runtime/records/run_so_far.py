@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.collectives.calls import Call
+from ddp_lab.machine import device_name, package_versions
 from ddp_lab.record_format import (
     COMPLETED,
     SWEEP_VARIABLE,
@@ -35,9 +36,7 @@ from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import scheduling
 from ddp_lab.runtime.records.record import (
-    device_name,
     make_run_id,
-    package_versions,
     step_statistics,
     timed_steps,
 )

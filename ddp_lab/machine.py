@@ -1,19 +1,28 @@
-"""The parts of this machine on which a run of several processes depends. Everything is read, nothing is changed."""
+"""This machine: its names and versions, for records, cards and pages, and the parts on which a run of several processes
+depends, for the doctor. Everything is read, nothing is changed. torch is imported only by what asks it."""
 
 import os
+import platform
 import resource
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 SMALL_SHM_BYTES = 2**30
 """Docker gives 64 MiB. NCCL takes up to about 10 MB for each pair of GPUs, and data loaders far more."""
 SMALL_MEMLOCK_BYTES = 2**30
 """RDMA locks the memory that it sends from; the usual default is 64 KiB to 8 MiB."""
 COMMAND_TIMEOUT_S = 20
+PACKAGES = ("torch", "transformers", "datasets", "holistictraceanalysis", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ def examine() -> Machine:
         environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
         gpus=output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines(),
         topology=output_of("nvidia-smi", "topo", "-m"),
-        versions=_versions(),
+        versions=installed(("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12")),
         port=_port(),
         iommu=f"{len(groups)} groups" if groups else "off, or not visible here",
     )
@@ -91,14 +100,41 @@ def _port() -> str:
     return f"{given} free"
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+def cpu_name() -> str:
+    """Number of cores and name of the processor, e.g. `8 x Intel Xeon`."""
+    names = [line.partition(":")[2].strip() for line in _read("/proc/cpuinfo").splitlines() if "model name" in line]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
+
+
+def device_name(device: "torch.device") -> str:
+    """The name of the GPU, or of the processor."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def physical_memory() -> int:
+    """Of the host, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def installed(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of those packages that are installed. None is imported."""
+    versions = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python, of those `PACKAGES` that are installed, and of NCCL where there is a GPU."""
+    import torch
+
+    versions = {"python": platform.python_version()} | installed(PACKAGES)
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 def _names_in(folder: str) -> list[str]:
