@@ -1,14 +1,12 @@
 """The families of strategies: what an entrypoint trains, and where its reports are."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import ddp
 import sharding
 import tensor_parallel
-from ddp_lab.runtime.config import split_label
+from ddp_lab.runtime.config import mesh_setting, split_label
 from ddp_lab.strategy.registry import Registry
-from ddp_lab.sweep.meshes import mesh_labels, mesh_setting
 
 
 @dataclass(frozen=True)
@@ -17,7 +15,7 @@ class Family:
 
     Attributes:
         workload: On which a sweep trains by default. Default: that of the entrypoint.
-        on_meshes: Labels of a sweep's runs on so many ranks, where `--mesh` does not name one. Default: every choice.
+        on_meshes: A sweep runs a short list of choices on meshes, where `--mesh` does not name one.
     """
 
     script: str
@@ -25,7 +23,7 @@ class Family:
     registry: Registry
     report_root: str
     workload: str | None = None
-    on_meshes: Callable[[int], list[str]] | None = None
+    on_meshes: bool = False
 
 
 FAMILIES = {
@@ -37,7 +35,7 @@ FAMILIES = {
         tensor_parallel.REGISTRY,
         "reports_parallel",
         "sample-lm",
-        mesh_labels,
+        on_meshes=True,
     ),
 }
 

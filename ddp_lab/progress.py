@@ -23,26 +23,22 @@ def long_work(doing: str, total: int | None = None, shown: bool = True) -> Itera
         total: None if it is not known.
         shown: False on ranks that stay silent.
     """
-    from rich import progress
     from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
 
     console, begun, done = Console(stderr=True, highlight=False), time.monotonic(), 0
     if not shown:
-        yield lambda said: None
+        yield lambda line: None
     elif console.is_terminal:
-        columns: list[progress.ProgressColumn] = [progress.TextColumn("{task.description}", markup=False)]
-        columns += [progress.BarColumn(24), progress.TimeElapsedColumn()]
-        if total is not None:
-            columns += [progress.MofNCompleteColumn(), progress.TimeRemainingColumn()]
+        columns = Progress.get_default_columns()
         period_s = 3600  # of what is done, for the estimate: some things take minutes
-        with progress.Progress(
-            *columns, console=console, transient=True, refresh_per_second=2, speed_estimate_period=period_s
-        ) as bar:
-            task = bar.add_task(doing, total=total)
+        with Progress(*columns, console=console, transient=True, speed_estimate_period=period_s) as bar:
+            task = bar.add_task(escape(doing), total=total)
 
-            def advance(said: str) -> None:
-                if said:
-                    console.print(said, markup=False, soft_wrap=True)
+            def advance(line: str) -> None:
+                if line:
+                    console.print(line, markup=False, soft_wrap=True)
                 bar.advance(task)
 
             yield advance
@@ -59,14 +55,14 @@ def long_work(doing: str, total: int | None = None, shown: bool = True) -> Itera
                     print(f"{doing}: {time.monotonic() - begun:.0f} s so far{of}", file=sys.stderr, flush=True)
                 before = lines
 
-        def print_line(said: str) -> None:
+        def print_line(line: str) -> None:
             nonlocal done, lines
             done += 1
-            if said and (done in (1, total) or done % every == 0):
+            if line and (done in (1, total) or done % every == 0):
                 lines += 1
                 left_s = (time.monotonic() - begun) / done * ((total or done) - done)
                 to_go = f" of {total}" * bool(total) + f", about {left_s:.0f} s to go" * bool(total and done < total)
-                print(f"{done}{to_go}: {said}", file=sys.stderr, flush=True)
+                print(f"{done}{to_go}: {line}", file=sys.stderr, flush=True)
 
         saying = threading.Thread(target=say_still, name="still", daemon=True)
         saying.start()

@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from ddp_lab.commands.checkout import ROOT, require_checkout
-from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
+from ddp_lab.runtime.cli import ROOT, OneLineParser, at_least, require_checkout, unknown_name
 
 
 def programs() -> dict[str, str]:
@@ -31,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"programs:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,  # of a program, it says more
     )
     parser.add_argument("--ranks", type=at_least(1), metavar="N", help="start it under torchrun, on so many ranks")
     return parser
@@ -39,20 +38,17 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     require_checkout("bench")
     parser = build_parser()
-    if not arguments or arguments[0].startswith("-"):
-        parser.parse_args(arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
         parser.print_help()
         return 0
     name, *rest = arguments
     if name not in programs():
         parser.error(unknown_name("program", name, programs()))
-    finder = OneLineParser("ddp-lab bench", add_help=False, allow_abbrev=False)
-    finder.add_argument("--ranks", type=at_least(1))
-    options, flags = finder.parse_known_args(rest)
-    path: Path = ROOT / "benchmarks" / f"{name}.py"
-    launcher = [] if options.ranks is None else ["-m", "torch.distributed.run", "--standalone"]
-    launcher += [f"--nproc_per_node={options.ranks}"] * len(launcher[:1])
+    options, flags = parser.parse_known_args(rest)
+    command = [sys.executable]
     if options.ranks is not None:
-        print(f"starting {options.ranks} ranks of {path.name}", file=sys.stderr, flush=True)
+        print(f"starting {options.ranks} ranks of {name}.py", file=sys.stderr, flush=True)
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
+    command += [str(ROOT / "benchmarks" / f"{name}.py"), *flags]
     one_thread = {"OMP_NUM_THREADS": "1"}  # torchrun's own default, without its notice
-    return subprocess.run([sys.executable, *launcher, str(path), *flags], env=one_thread | os.environ).returncode
+    return subprocess.run(command, env=one_thread | os.environ).returncode

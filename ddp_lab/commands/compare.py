@@ -16,7 +16,7 @@ from ddp_lab.families import FAMILIES, Family, report_root_of
 from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
 from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.settings.communication import LEGACY_NCCL
+from ddp_lab.runtime.settings.mesh import LEGACY_NCCL
 from ddp_lab.sweep.done import latest_sweep, unfinished
 from ddp_lab.sweep.meshes import place
 from ddp_lab.untrusted import add_limit

@@ -16,8 +16,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_lab.commands.checkout import require_checkout
-from ddp_lab.runtime.cli import OneLineParser, at_least
+from ddp_lab.runtime.cli import OneLineParser, at_least, require_checkout
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.process.environment import has_gpu
 

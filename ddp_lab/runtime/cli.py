@@ -14,6 +14,8 @@ from typing import Any, NoReturn, TypeVar
 from ddp_lab.runtime.errors import leave_as_one, speaks_for_node
 
 Number = TypeVar("Number", int, float)
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder of the repository, where there is one: an installed wheel has neither benchmarks/ nor tests/."""
 TEXTS = ("prompt",)
 """Arguments that are no names of anything, so that they may have several lines."""
 UNFIT = ("Cc", "Zl", "Zp", "Cs")
@@ -52,6 +54,12 @@ def exit_with_error(message: str) -> NoReturn:
         print(line, file=sys.stderr, flush=True)
     leave_as_one(line, 2, fails=speaks)
     sys.exit(2)
+
+
+def require_checkout(command: str) -> None:
+    """Leave the process with one line and exit code 2 if there is no repository."""
+    if not (ROOT / "benchmarks").is_dir() or not (ROOT / "tests").is_dir():
+        exit_with_error(f"ddp-lab {command} needs the repository: clone it, and run this there with uv run")
 
 
 def versions() -> str:

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.runtime.mesh import Mesh
-from ddp_lab.runtime.settings.communication import LEGACY_NCCL, CommunicationSettings
 from ddp_lab.runtime.settings.data import BatchSettings, DataSettings
 from ddp_lab.runtime.settings.field import check_combinations, check_values, flags_of
-from ddp_lab.runtime.settings.mesh import ONE_F_ONE_B, ZIGZAG, MeshSettings
-from ddp_lab.runtime.settings.profiling import ProfilingSettings
-from ddp_lab.runtime.settings.training import CheckpointSettings, TrainingSettings
+from ddp_lab.runtime.settings.mesh import LEGACY_NCCL, ONE_F_ONE_B, ZIGZAG, CommunicationSettings, MeshSettings
+from ddp_lab.runtime.settings.training import CheckpointSettings, ProfilingSettings, TrainingSettings
 from ddp_lab.strategy.options import StrategyOptions
 
 SEQUENCE_PARALLEL = "-sp"
@@ -99,3 +97,8 @@ def split_label(label: str) -> tuple[str, str | None]:
     """The choice of `labelled`, and the backend or None."""
     choice, *settings = label.split("@")
     return choice, LEGACY_NCCL if LEGACY_NCCL in settings else None
+
+
+def mesh_setting(label: str) -> str:
+    """The mesh in a label, perhaps with `SEQUENCE_PARALLEL` behind it; empty if there is none."""
+    return next((setting for setting in label.split("@")[1:] if setting != LEGACY_NCCL), "")

@@ -21,7 +21,7 @@ from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.speed import NONE, Link, Nodes
 from ddp_lab.runtime.mesh import TENSOR, Mesh, MeshGroups, mesh_groups
 from ddp_lab.runtime.process.launcher import adopt_launcher, require_launcher
-from ddp_lab.runtime.settings.communication import LEGACY_NCCL, NCCL
+from ddp_lab.runtime.settings.mesh import LEGACY_NCCL, NCCL
 from ddp_lab.strategy.options import AUTO
 
 Result = TypeVar("Result")

@@ -10,6 +10,10 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from ddp_lab.machine import package_versions
 from ddp_lab.runtime.build import (
@@ -25,6 +29,7 @@ from ddp_lab.runtime.checkpoint.session import Checkpoints
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.data.batches import batches_of_steps, collated, planned_steps, require_sample_for_each_rank
 from ddp_lab.runtime.data.lora import save_adapter
+from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
 from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
 from ddp_lab.runtime.errors import (
@@ -36,12 +41,11 @@ from ddp_lab.runtime.errors import (
     leave_as_one,
     speaks_for_node,
 )
-from ddp_lab.runtime.generation import generate, require_generates
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.loop import Plan, TrainingResult, evaluate, train
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import silence_libraries
-from ddp_lab.runtime.process.stop_request import stop_requests
+from ddp_lab.runtime.process.launcher import stop_requests
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.runtime.profiling.profiler import WindowProfiler
 from ddp_lab.runtime.records.flops import model_flops
@@ -56,6 +60,9 @@ from ddp_lab.strategy.account import ModelSize
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.registry import HOOK, found_at, refuse_tensor_parallelism
 from ddp_lab.strategy.strategy import Strategy
+
+TEMPERATURE = 0.8
+"""At which the text of `--generate` is drawn."""
 
 
 def run(
@@ -114,7 +121,6 @@ def train_and_record(
     so_far = so_far or RunSoFar(config)
     config = resolve_workload(config, ranks.device.type == "cuda")
     config = replace(config, device=ranks.device.type, backend=ranks.backend)
-    config.require_profiled_ranks(ranks.world_size)
     strategy_class = load_strategy(config.choice)
     strategy_class.supports.require_mesh(ranks.groups.mesh if ranks.groups else None)
     strategy_class.supports.require(config.strategy)
@@ -210,3 +216,50 @@ def train_and_record(
 def require_written(profiler: WindowProfiler) -> None:
     if profiler.write_problem:
         raise UserError(profiler.write_problem)
+
+
+def require_generates(config: RunConfig, workload: Workload) -> None:
+    """Refuse `--generate` and `--prompt` where they make no sense.
+
+    Raises:
+        UserError: the model is no causal language model, or the prompt has no tokens.
+    """
+    if not config.generate:
+        return
+    if workload.language is None:
+        raise UserError(f"--generate: workload {config.workload} is no causal language model; see --task causal-lm")
+    if not workload.language.tokenizer(config.prompt or workload.language.prompt)["input_ids"]:
+        raise UserError("--prompt: has no tokens; give some text")
+
+
+@torch.no_grad()
+def generate(strategy: Strategy, workload: Workload, config: RunConfig) -> dict[str, Any] | None:
+    """At most `config.generate` tokens after a prompt; None if the user asks for none. Collective.
+
+    Rank 0 draws each token, at `TEMPERATURE`, with the seed of the run. All ranks run the model on the same
+    tokens, as sharded ones must. There is no cache: each token takes a forward pass over the `context` before it.
+
+    Returns:
+        `prompt`, `text`, `tokens` (how many were made: fewer than asked for if the text ends).
+    """
+    language = workload.language
+    if not config.generate or language is None:
+        return None
+    strategy.module.eval()
+    prompt = config.prompt or language.prompt
+    tokenizer = language.tokenizer
+    ids = tokenizer(prompt)["input_ids"]
+    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    given, source = len(ids), torch.Generator().manual_seed(config.seed)
+    for _ in range(config.generate):
+        logits = strategy(input_ids=torch.tensor([ids[-language.context :]], device=strategy.device)).logits
+        chosen = torch.zeros(1, dtype=torch.int64, device=strategy.device)
+        if strategy.data_parallel_rank == 0:
+            scores = logits[0, -1, : len(tokenizer)].double().cpu() / TEMPERATURE
+            chosen.copy_(scores.softmax(-1).multinomial(1, generator=source))
+        dist.broadcast(chosen, group=strategy.process_group, group_src=0)
+        if chosen.item() == tokenizer.eos_token_id:
+            break
+        ids.append(int(chosen.item()))
+    return {"prompt": prompt, "text": tokenizer.decode(ids[given:]), "tokens": len(ids) - given}

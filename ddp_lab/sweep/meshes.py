@@ -4,11 +4,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_lab.runtime.config import SEQUENCE_PARALLEL, labelled
+from ddp_lab.runtime.config import SEQUENCE_PARALLEL, labelled, mesh_setting
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
-from ddp_lab.runtime.settings.communication import LEGACY_NCCL
-from ddp_lab.runtime.settings.mesh import CONTEXT_PARALLEL, PIPELINE_SCHEDULES
+from ddp_lab.runtime.settings.mesh import CONTEXT_PARALLEL, LEGACY_NCCL, PIPELINE_SCHEDULES
 
 MOST_TENSOR = 4
 """Ranks of `tp` in the short list, at most: attention of workload `sample-lm` has so many heads."""
@@ -53,11 +52,6 @@ def mesh_flags(setting: str) -> list[str]:
         *(["--context-parallel", way[1]] if way else []),
         *["--sequence-parallel"] * (SEQUENCE_PARALLEL in setting),
     ]
-
-
-def mesh_setting(label: str) -> str:
-    """The mesh in a label, perhaps with `SEQUENCE_PARALLEL` behind it; empty if there is none."""
-    return next((setting for setting in label.split("@")[1:] if setting != LEGACY_NCCL), "")
 
 
 def place(label: str, choices: Sequence[str]) -> tuple[Any, ...]:

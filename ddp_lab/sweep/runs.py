@@ -9,8 +9,8 @@ from ddp_lab.runtime.config import RunConfig, checkpoint_folder, labelled
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.flags import gives, parse_config
 from ddp_lab.runtime.mesh import Mesh
-from ddp_lab.runtime.settings.communication import LEGACY_NCCL
-from ddp_lab.sweep.meshes import mesh_flags
+from ddp_lab.runtime.settings.mesh import LEGACY_NCCL
+from ddp_lab.sweep.meshes import mesh_flags, mesh_labels
 
 ONCE = ("--checkpoint-every", "--checkpoint-async", "--keep-last", "--generate", "--prompt")
 """Flags of what the first pass does for all."""
@@ -39,9 +39,9 @@ class Runs:
 
     def names(self) -> list[str]:
         """Each choice, or labels where they tell more."""
-        if self.family.on_meshes is None or self.gives("--mesh"):
+        if not self.family.on_meshes or self.gives("--mesh"):
             return self.family.registry.swept
-        return self.family.on_meshes(self.ranks)
+        return mesh_labels(self.ranks)
 
     def labels(self) -> list[str]:
         """Labels of all runs: those of `names`, and where torch has two NCCL classes, runs over the older one."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ddp
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
-from ddp_lab.runtime.process.stop_request import stop_requests
+from ddp_lab.runtime.process.launcher import stop_requests
 from ddp_lab.runtime.records.run_so_far import RunSoFar
 from ddp_lab.runtime.run import train_and_record
 from tests.faults.scenarios import (

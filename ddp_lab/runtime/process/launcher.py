@@ -1,15 +1,20 @@
-"""Which rank a process is, where another launcher than `torchrun` has started it: `srun`, `mpirun` or `deepspeed`.
+"""What launchers tell a process: which rank it is, where `srun`, `mpirun` or `deepspeed` has started it in place of
+`torchrun`; and by SIGUSR1 that it is to save a checkpoint after a step, and end (`docs/slurm.md`).
 
 The variables that `torchrun` sets are made from those of SLURM's steps or of Open MPI. Where a launcher has set RANK,
 WORLD_SIZE or LOCAL_RANK itself, as `torchrun` and `deepspeed` do, these stay: so `torchrun` may run inside a task.
 Imports nothing heavy.
 """
 
+import os
 import re
+import signal
 import sys
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from ddp_lab.runtime.errors import UserError
 
@@ -19,6 +24,7 @@ FIRST_PORT, PORTS = 15000, 16000
 LOOKED_FOR = (
     "RANK, ... of torchrun or deepspeed; SLURM_STEP_ID, SLURM_PROCID, ... of srun; OMPI_COMM_WORLD_RANK of mpirun"
 )
+REFUSED = "rank {rank}: SIGUSR1 is ignored: without --checkpoint-every there would be nothing to resume from\n"
 
 Environment = MutableMapping[str, str]
 
@@ -120,3 +126,39 @@ def tasks_by_node(counts: str) -> list[int]:
 def port_of(job: str) -> int:
     """A port for the ranks to meet at: the same on all ranks of a job, and most likely another for another job."""
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+
+
+class StopRequest:
+    """Whether this rank has been asked to stop. The ranks agree on a step elsewhere (`Strategy.wants_to_stop`)."""
+
+    def __init__(self) -> None:
+        self._has_arrived = self._is_refused = False
+
+    def __call__(self) -> bool:
+        return self._has_arrived
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler of the signal."""
+        self._has_arrived = True
+
+    def refuse(self, number: int, frame: FrameType | None) -> None:
+        """The handler in a run without checkpoints. It goes on."""
+        if not self._is_refused:
+            line = REFUSED.format(rank=os.environ.get("RANK"))
+            os.write(2, line.encode())  # the signal may interrupt a `print`, within which there can be no other
+        self._is_refused = True
+
+
+@contextmanager
+def stop_requests(saves: bool) -> Iterator[StopRequest]:
+    """Within this context SIGUSR1 does not end the process.
+
+    Args:
+        saves: Whether the run has checkpoints. If not, each rank answers the signal with one line.
+    """
+    request = StopRequest()
+    before = signal.signal(signal.SIGUSR1, request.note if saves else request.refuse)
+    try:
+        yield request
+    finally:
+        signal.signal(signal.SIGUSR1, before)
