@@ -47,13 +47,14 @@ class Slot(Structure):
 class Page(Structure):
     """The whole file; what Python writes of a crash follows it.
 
-    `rank`, `step`, `phase` and `progress_s` are as in `RankState`. `count`: how many collectives the owner has issued.
-    `waiting`, `stalled`: the number of the one that its training thread waits for, and of the one that its device does
-    not get past; -1 for none. `is_finished`: it has completed its run.
+    `pid`: the owner's process. `rank`, `step`, `phase` and `progress_s` are as in `RankState`. `count`: how many
+    collectives the owner has issued. `waiting`, `stalled`: the number of the one that its training thread waits for,
+    and of the one that its device does not get past; -1 for none. `is_finished`: it has completed its run.
     """
 
     _fields_ = (
         ("rank", c_int64),
+        ("pid", c_int64),
         ("step", c_int64),
         ("phase", c_char * 32),
         ("progress_s", c_double),
@@ -89,7 +90,8 @@ class FlightRecorder:
         os.truncate(descriptor, CRASH_OFFSET)
         recorder = cls(descriptor, path)
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
-        recorder.page.rank, recorder.page.waiting, recorder.page.stalled = rank, -1, -1
+        page = recorder.page
+        page.rank, page.pid, page.waiting, page.stalled = rank, os.getpid(), -1, -1
         recorder.set_phase(-1, "starting")
         return recorder
 

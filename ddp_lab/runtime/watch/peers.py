@@ -33,15 +33,15 @@ class Peers:
 
     def __init__(self, flight: FlightRecorder, rank: int, world_size: int) -> None:
         self._rank, self._flight = rank, flight
-        self._here: dict[int, tuple[FlightRecorder, int]] = {}  # on this node, with their process ids
+        self._here: dict[int, FlightRecorder] = {}  # of the others on this node
         self._store = dist.PrefixStore("ddp-lab", _get_default_store().clone())
         self._store.set_timeout(timedelta(seconds=60))
-        self._store.set(f"recorder/{rank}", f"{node_name()} {os.getpid()} {flight.path}")
+        self._store.set(f"recorder/{rank}", f"{node_name()} {flight.path}")
         for other in range(world_size):
-            node, pid, path = self._store.get(f"recorder/{other}").decode().split(" ", 2)
+            node, path = self._store.get(f"recorder/{other}").decode().split(" ", 1)
             if other != rank and node == node_name():
                 with suppress(OSError):
-                    self._here[other] = (FlightRecorder.open(Path(path)), int(pid))
+                    self._here[other] = FlightRecorder.open(Path(path))
         host_barrier()
         flight.unlink()
         self._store.set_timeout(timedelta(seconds=3))
@@ -52,7 +52,7 @@ class Peers:
     def has_one_ended(self) -> bool:
         """Whether another rank ends, or has ended, before the run is completed. About other nodes, the store is asked
         once in `ASK_EVERY_S`."""
-        if any(has_ended(flight) for flight, _ in self._here.values()):
+        if any(map(has_ended, self._here.values())):
             return True
         if not self._elsewhere or time.monotonic() < self._ask_at:
             return False
@@ -63,7 +63,7 @@ class Peers:
 
     def find_mismatch(self, names: RankNames) -> Mismatch | None:
         """Between the ranks on this node, seen twice: a record may be read while it is written."""
-        flights = {rank: flight for rank, (flight, _) in self._here.items()} | {self._rank: self._flight}
+        flights = self._here | {self._rank: self._flight}
         counts, before = [flight.page.count for flight in flights.values()], self._suspected
         if before is None and counts == self._compared:
             return None
@@ -87,7 +87,7 @@ class Peers:
         deadline = time.monotonic() + SETTLE_S
         while True:
             reports = {self._rank: own}
-            reports |= {rank: report_of(flight, pid) for rank, (flight, pid) in self._here.items()}
+            reports |= {rank: report_of(flight) for rank, flight in self._here.items()}
             reports |= {rank: self._published(rank) for rank in self._elsewhere}
             if all(report.reason or report.is_gone for report in reports.values()) or time.monotonic() > deadline:
                 return dict(sorted(reports.items()))
@@ -121,10 +121,9 @@ class Peers:
 
     def kill(self, rank: int) -> None:
         """Kill a rank on this node, if it still runs."""
-        flight, pid = self._here[rank]
-        if not flight.owner_is_gone():
+        if not self._here[rank].owner_is_gone():
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(self._here[rank].page.pid, signal.SIGKILL)
 
 
 def has_ended(flight: FlightRecorder) -> bool:
@@ -136,9 +135,11 @@ def has_ended(flight: FlightRecorder) -> bool:
     return reason is not None or flight.owner_is_gone()
 
 
-def report_of(flight: FlightRecorder, pid: int) -> RankReport:
+def report_of(flight: FlightRecorder) -> RankReport:
     """What the flight recorder of a rank on this node tells."""
     is_finished = flight.page.is_finished
     is_gone = flight.owner_is_gone() and not is_finished
     reason = None if is_finished else flight.exit_reason
-    return RankReport(flight.state(), reason, is_gone, flight.crash if is_gone else "", state_of(pid) in "Tt")
+    return RankReport(
+        flight.state(), reason, is_gone, flight.crash if is_gone else "", state_of(flight.page.pid) in "Tt"
+    )
