@@ -53,9 +53,6 @@ def build(config: RunConfig) -> Workload:
 
 
 def _built_in(config: RunConfig) -> Workload:
-    if config.model or config.dataset:
-        raise UserError("--model and --dataset go with --workload hub, not " + config.workload)
-
     tokenizer = load_trained_tokenizer(built_in.tokenizer_json("prose"), END_OF_TEXT)
     length = sample_length(config)
     train, held_out = (
@@ -153,8 +150,8 @@ def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, pac
     cuts = not text.has_prompts
     packs = packs and cuts
     both = TokenSequences(text.train, length, packs, cuts)
-    if text.held_out is not None:
-        train, evaluation = both, TokenSequences(text.held_out, length, packs, cuts)
+    if text.held_out:
+        train, evaluation = both, TokenSequences(text.held_out[0], length, packs, cuts)
         left_out = train.left_out + evaluation.left_out
         if packs:
             train = train.without_short_last()
@@ -183,7 +180,6 @@ def _workload(
         evaluation=samples.evaluation,
         collate=collate_sequences(tokenizer.pad_token_id),
         learning_rate=learning_rate,
-        classifies=False,
         count=target_count,
         language=Language(tokenizer, _prompt(tokenizer, samples.evaluation), length),
         notes=samples.notes,

@@ -4,7 +4,7 @@ A row of column `text` is a document, and so is a `.txt` file. Rows with columns
 whose prompts are no targets.
 """
 
-from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,34 +38,24 @@ class Source(NamedTuple):
             most: Of a stream, read no more than so many sequences, or rows with prompts: to train on, and held out.
 
         Raises:
-            UserError: as `parts`, or names the row that is not text.
+            UserError: the data cannot be read, or lack a column; or names the row that is not text.
         """
-        train, held_out = self.parts(seed)
+        train, *held_out = [(data, self._columns(data)) for data in hub.load_splits(self.name, self.streams).values()]
         wanted, others = most
-        if held_out is None and wanted:
+        if not held_out and wanted:
             wanted += others
-        each = 1 if train.has_prompts else length
-        return Text(
-            train.tokenized(tokenizer, wanted and wanted * each),
-            held_out.tokenized(tokenizer, others * each) if held_out is not None else None,
-            train.has_prompts,
-        )
+        has_prompts = train[1] == PROMPT_COLUMNS
+        unit = 1 if has_prompts else length
+        documents = self._documents(*train, tokenizer, wanted and wanted * unit, seed)
+        return Text(documents, [self._documents(*part, tokenizer, others * unit) for part in held_out], has_prompts)
 
-    def parts(self, seed: int) -> tuple["Part", "Part | None"]:
-        """The documents to train on, shuffled unless they are streamed; and those held out, if there is such a split.
-
-        Raises:
-            UserError: the data cannot be read, or lacks a column.
-        """
-        train, held_out = hub.training_and_held_out(self.name, self.streams)
-        return self._part(train, None if self.streams else seed), self._part(held_out) if held_out is not None else None
-
-    def _part(self, data: Any, seed: int | None = None) -> "Part":
-        names = data.column_names or list(next(iter(data), {}))
+    def _columns(self, data: Any) -> tuple[str, ...]:
+        """Those that are text: one, or prompt and completion."""
+        names = _names(data)
         if self.text_column in names:
-            return Part(self.name, data, (self.text_column,), seed)
+            return (self.text_column,)
         if all(column in names for column in PROMPT_COLUMNS):
-            return Part(self.name, data, PROMPT_COLUMNS, seed)
+            return PROMPT_COLUMNS
         raise UserError(
             f"--dataset {self.name}: no column {self.text_column} (it has {', '.join(names)}); give --text-column, or "
             "columns prompt and completion"
@@ -75,45 +65,20 @@ class Source(NamedTuple):
         """At most so many training texts, for a tokenizer to be trained on.
 
         Raises:
-            UserError: as `parts`, or names the row that is not text.
+            UserError: as `tokenized`.
         """
-        part, _ = self.parts(seed=0)
-        rows: Iterator[tuple[int, dict[str, Any]]] = zip(range(most), part.data, strict=False)
-        return [text_in(self.name, row[column], column, index) for index, row in rows for column in part.columns]
+        data = next(iter(hub.load_splits(self.name, self.streams).values()))
+        columns, rows = self._columns(data), enumerate(islice(data, most))
+        return [text_in(self.name, row[column], column, index) for index, row in rows for column in columns]
 
-
-class Text(NamedTuple):
-    """Tokens to train on and held-out ones, if there is such a split; of prompts and completions, or not."""
-
-    train: Documents
-    held_out: Documents | None
-    has_prompts: bool
-
-
-class Part(NamedTuple):
-    """Rows of a data set, of which `columns` are text: one, or prompt and completion."""
-
-    name: str
-    data: Any
-    columns: tuple[str, ...]
-    seed: int | None
-
-    @property
-    def has_prompts(self) -> bool:
-        return self.columns == PROMPT_COLUMNS
-
-    def tokenized(self, tokenizer: Any, enough: int | None) -> Documents:
-        """All documents, each with an end-of-text token behind it. `datasets` caches what is not streamed.
-
-        Args:
-            enough: Of a stream, read no more than so many tokens, or so many rows with prompts.
-
-        Raises:
-            UserError: names the row that is not text.
-        """
+    def _documents(
+        self, data: Any, columns: tuple[str, ...], tokenizer: Any, enough: int | None, seed: int | None = None
+    ) -> Documents:
+        """All documents, each with an end-of-text token behind it, shuffled by `seed`. `datasets` caches what is not
+        streamed. Of a stream, read no more than `enough` tokens, or rows with prompts."""
         from datasets import Dataset
 
-        name, end, columns = self.name, tokenizer.eos_token_id, self.columns  # what `datasets` tells a cache by
+        name, end = self.name, tokenizer.eos_token_id  # what `datasets` tells a cache by
 
         def encode(batch: Any, rows: list[int]) -> dict[str, Any]:
             parts = [
@@ -128,12 +93,23 @@ class Part(NamedTuple):
                 "given": [len(ids) if len(parts) == 2 else 1 for ids in first],
             }
 
-        names = self.data.column_names or list(next(iter(self.data), {}))
-        how = {"batched": True, "with_indices": True, "remove_columns": names}
-        if isinstance(self.data, Dataset):
-            data = self.data.map(encode, **how)
-            return from_table(data if self.seed is None else data.shuffle(seed=self.seed))
-        return from_stream(self.data.map(encode, batch_size=1, **how), enough, by_rows=self.has_prompts)
+        how = {"batched": True, "with_indices": True, "remove_columns": _names(data)}
+        if isinstance(data, Dataset):
+            encoded = data.map(encode, **how)
+            return from_table(encoded if seed is None else encoded.shuffle(seed=seed))
+        return from_stream(data.map(encode, batch_size=1, **how), enough, by_rows=columns == PROMPT_COLUMNS)
+
+
+class Text(NamedTuple):
+    """Tokens to train on, and held-out ones in a list, if there is such a split; of prompts and completions, or not."""
+
+    train: Documents
+    held_out: list[Documents]
+    has_prompts: bool
+
+
+def _names(data: Any) -> list[str]:
+    return data.column_names or list(next(iter(data), {}))
 
 
 def text_in(name: str, text: Any, column: str, row: int) -> str:

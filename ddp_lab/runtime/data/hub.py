@@ -157,20 +157,16 @@ def load_causal_lm(name: str) -> LoadedLM:
     return LoadedLM(model, tokenizer, is_new)
 
 
-def training_and_held_out(name: str, streams: bool = False) -> tuple[Any, Any]:
-    """Split `train`, or the first one; and split `test` or `validation`, or None.
+def load_splits(name: str, streams: bool = False) -> dict[str, Any]:
+    """Split `train`, or the first one; then split `test` or `validation`, if there is one.
 
     Raises:
         UserError: the data set cannot be loaded.
     """
     splits = _load("data set", name, lambda: _read_splits(name, streams))
-    training, held_out = _chosen_splits(splits)
-    return splits[training], splits[held_out] if held_out else None
-
-
-def _chosen_splits(splits: Any) -> tuple[str, str | None]:
     training = "train" if "train" in splits else next(iter(splits))
-    return training, next((split for split in HELD_OUT_SPLITS if split in splits and split != training), None)
+    held_out = [split for split in HELD_OUT_SPLITS if split in splits and split != training]
+    return {split: splits[split] for split in (training, *held_out[:1])}
 
 
 def label_numbers(name: str) -> dict[str, int]:
@@ -204,21 +200,21 @@ def load_labelled_text(name: str, columns: Columns, train_samples: int, eval_sam
     Raises:
         UserError: the data set cannot be loaded, lacks a column, or has a row without a text or with an unknown label.
     """
-    splits = _load("data set", name, lambda: _read_splits(name, streams=False))
-    training, held_out = _chosen_splits(splits)
-    for split in filter(None, (training, held_out)):
-        _require_columns(name, splits[split], columns)
+    splits = load_splits(name)
+    for data in splits.values():
+        _require_columns(name, data, columns)
+    training, *held_out = splits
     labels = Labels.of(splits[training], columns.label, f"--dataset {name}: split {training}")
     order = np.random.default_rng(seed).permutation(len(splits[training])).tolist()
-    if held_out is None:
+    if not held_out:
         if len(order) < 2:
             raise UserError(f"--dataset {name}: {len(order)} samples; needs at least one to train on and one held out")
         eval_samples = min(eval_samples, max(1, len(order) // 5))
         order, held_out_rows = order[:-eval_samples], order[-eval_samples:]
     else:
-        held_out_rows = list(range(min(eval_samples, len(splits[held_out]))))
+        held_out_rows = list(range(min(eval_samples, len(splits[held_out[0]]))))
     parts = []
-    for split, rows in ((training, order[:train_samples]), (held_out or training, held_out_rows)):
+    for split, rows in ((training, order[:train_samples]), ([*splits][-1], held_out_rows)):
         parts.append(splits[split].select(rows))
         _require_usable(f"--dataset {name}: row {{}} of split {split}", parts[-1], rows, columns, labels)
     return LabelledText(parts[0], parts[1], labels)
