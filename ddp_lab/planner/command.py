@@ -2,6 +2,7 @@
 
     ddp-lab plan --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
     ddp-lab plan search --model SmolLM2-360M --gpus 8xH100 --global-batch-size 512    # which batch, recomputation, mesh
+    ddp-lab plan --model Llama-3.1-8B --gpus 8xH100,8xH200,16xA100       # which devices: the cheapest that fits
     ddp-lab plan memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas; with a model also simulated peaks
     ddp-lab plan measure --output card.toml                               # what this device reaches, for --gpus
 
@@ -78,7 +79,10 @@ def build_parser(command: str = PLAN) -> argparse.ArgumentParser:
     what = "what the model is trained for, as the runner's (default: classification)"
     add("--task", choices=TASKS, default=CLASSIFICATION, help=what)
     # Devices
-    add("--gpus", help="2xL4; 4x8xH100: 4 nodes of 8; 2xcpu: this machine; 2xcard.toml: of plan measure")
+    add(
+        "--gpus",
+        help="2xL4; 4x8xH100: 4 nodes of 8; 2xcpu: this machine; 2xcard.toml: of plan measure; several, with commas",
+    )
     add("--link", help="between devices of a node: pcie4, 10gbit, ... (default: the NVLink of H200, H100 and A100)")
     add("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
     share = "part of peak rates that operators reach, above 0 to 1 (default: by the table)"
@@ -134,7 +138,8 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         if command != MEASURE and not is_formula:
-            hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
+            for gpus in options.gpus.split(","):
+                hardware.cluster(gpus, options.link, options.between, options.efficiency)
         with long_work("loading torch", shown=not is_formula):
             module = importlib.import_module(COMMANDS[command])
         options.searches = command == SEARCH

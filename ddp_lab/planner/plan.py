@@ -26,6 +26,8 @@ from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION, BatchSettin
 from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.strategy.options import AUTO, RECOMPUTATION
 
+COSTS = ("cost_per_billion_tokens", "cost_per_million_samples")
+
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Simulate what the space has, print the table and a recommendation.
@@ -33,6 +35,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     Raises:
         UserError: the command line makes no sense, or a file cannot be written.
     """
+    if "," in options.gpus:
+        compare_devices(options, console)
+        return
     space = space_of(options)
     search = Search(space)
     console.print(findings.headline(space))
@@ -57,6 +62,37 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.csv is not None:
         write_csv(options.csv, framed(outcomes))
         console.print(f"table: {options.csv}")
+
+
+def compare_devices(options: argparse.Namespace, console: Console) -> None:
+    """What is recommended on each of several clusters, in one table, and the cheapest.
+
+    Raises:
+        UserError: as `run`.
+    """
+    best_on: dict[str, Outcome] = {}
+    for gpus in options.gpus.split(","):
+        space = space_of(argparse.Namespace(**{**vars(options), "gpus": gpus}))
+        console.print(findings.headline(space))
+        with simulating(options.jobs) as simulate:
+            outcomes = searched(Search(space), space, simulate, options.jobs)
+        best = findings.recommended(sorted(outcomes, key=lambda found: found.step_s) if space.searches else outcomes)
+        if best is None:
+            console.print(f"{gpus}: {findings.reasons(outcomes, space.searches)[0]}")
+        else:
+            best_on[gpus] = best
+    if not best_on:
+        return
+    frame = framed(list(best_on.values()))
+    frame.insert(0, "gpus", list(best_on))
+    console.print("", printed(frame), "")
+    costs = next((name for name in COSTS if name in frame), None)
+    if costs:
+        cheapest = list(best_on)[int(frame[costs].argmin())]
+        console.print(f"Cheapest that fits: {cheapest}.")
+        console.print(f"Run it: {findings.runner_command(best_on[cheapest].case)}", soft_wrap=True, markup=False)
+    if options.csv is not None:
+        write_csv(options.csv, frame)
 
 
 def searched(search: Search, space: Space, simulate: Simulate, jobs: int | None) -> list[Outcome]:

@@ -25,6 +25,7 @@ def gib(label: str, meaning: str) -> Column:
 
 
 PLAN_COLUMNS = {
+    "gpus": Column("devices", "", "as --gpus takes them, where it names several"),
     "choice": Column("choice", "", "strategy"),
     "mesh": Column("mesh", "", "ranks by dimension, as --mesh takes them; none without it"),
     "entrypoint": Column("entrypoint", "", "script that trains with it"),
@@ -58,7 +59,7 @@ PLAN_COLUMNS = {
     "note": Column("note", "", "why a choice cannot be simulated, or what no cost is known of"),
 }
 SHOWN = (
-    *("choice", "mesh", "micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile", "fits"),
+    *("gpus", "choice", "mesh", "micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile", "fits"),
     *("tokens_per_second_per_device", "cost_per_billion_tokens", "training_hours", "training_cost"),
     *("spare_bytes", "step_time_ms", "mfu_pct", "cost_per_million_samples", "peak_bytes", "exposed_ms"),
     "samples_per_second",
@@ -68,7 +69,7 @@ WIDTH = 100
 """Characters of a table on the terminal."""
 SAME = ("micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile")
 """Columns that are left out where all rows have the same."""
-TEXTS = ("choice", "mesh", "activation_checkpointing", "compile", "fits")
+TEXTS = ("gpus", "choice", "mesh", "activation_checkpointing", "compile", "fits")
 
 
 def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:

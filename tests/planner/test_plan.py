@@ -243,6 +243,18 @@ def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path):
     assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
 
 
+def test_devices_side_by_side(tmp_path):
+    """The best of each, in one table; the one that is cheaper by list price is named."""
+    two = ["--gpus", "2xH100,2xA100", "--choices", "simple_ddp,zero1", "--jobs", "1", "--csv", str(tmp_path / "t.csv")]
+    answer = planned(*TINY, *two)
+    assert answer.returncode == 0, answer.stderr
+    table = pd.read_csv(tmp_path / "t.csv")
+    assert table.gpus.tolist() == ["2xH100", "2xA100"] and (table.fits == "yes").all()
+    cheapest = table.gpus[table.cost_per_billion_tokens.idxmin()]
+    assert f"Cheapest that fits: {cheapest}." in answer.stdout and "Run it: uv run torchrun" in answer.stdout
+    assert planned(*TINY, "--gpus", "2xH100,2xH10").returncode == 2
+
+
 # Documentation ------------------------------------------------------------------------------------------------------
 
 
