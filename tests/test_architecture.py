@@ -85,6 +85,7 @@ LAYERS = (
     (
         *LEAVES,
         "ddp_lab.collectives",
+        "ddp_lab.machine",
         "ddp_lab.record_format",
         "ddp_lab.progress",
         "ddp_lab.untrusted",

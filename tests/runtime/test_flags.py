@@ -60,7 +60,7 @@ exec(spec.loader.get_source(spec.name).replace(before, field + before), module._
 
 import msgspec, pytest
 from ddp_lab.analysis.comparison.fairness import require_comparable
-from ddp_lab.analysis.layout import SETTINGS
+from ddp_lab.analysis.record import Settings
 from ddp_lab.analysis.report.pages.heads import labels
 from ddp_lab.runtime.checkpoint.origin import require_same_settings
 from ddp_lab.runtime.errors import UserError
@@ -85,7 +85,7 @@ for said, refused in {
 }.items():
     with pytest.raises(UserError, match=said.replace("(", "[(]").replace(")", "[)]")):
         refused()
-assert "Momentum is 0.5." in labels(runs["b"]) and msgspec.convert(runs["b"]["config"], SETTINGS).momentum == 0.5
+assert "Momentum is 0.5." in labels(runs["b"]) and msgspec.convert(runs["b"]["config"], Settings).momentum == 0.5
 """
 
 
