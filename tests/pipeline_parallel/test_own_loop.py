@@ -132,7 +132,7 @@ def test_what_is_refused():
     recomputes = StrategyOptions(activation_checkpointing="block")
     for arguments, message in (
         (("dp=2",), "needs pp above 1"),
-        (("pp=2", "zb-h1", 1, None, recomputes), "zb-h1 with --activation-checkpoi"),
+        (("pp=2", "zb-h1", 1, None, recomputes), "zb-h1: must be without --activation-checkpoi"),
         (("pp=2", "1f1b2"), "gpipe, 1f1b, interleaved"),
     ):
         with pytest.raises(UserError, match=message):
