@@ -7,7 +7,7 @@ whole's output and logarithm: it makes probabilities from the latter, and these 
 The kernels are those that `scaled_dot_product_attention` would take.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,20 +28,9 @@ class Mask(NamedTuple):
     bias: Tensor | None = None
 
 
-class Kernel(Protocol):
-    """Shapes: queries and outputs (batch, heads, queries, features), keys and values (batch, key-value heads, keys,
-    features), logarithms (batch, heads, queries) in fp32, or fp64 of fp64."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs and logarithms."""
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `q`, `k` and `v`, from that of the outputs."""
-
-
 class OnCPU:
+    """Any precision, with or without a bias."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask.causal, attn_mask=mask.bias, scale=scale
@@ -95,6 +84,14 @@ class Efficient:
     @staticmethod
     def _bias(q: Tensor, mask: Mask) -> Tensor | None:
         return None if mask.bias is None else mask.bias.expand(-1, q.shape[1], -1, -1)
+
+
+Kernel = OnCPU | Flash | Efficient
+"""`forward` answers with outputs and logarithms; `backward` with the gradients of `q`, `k` and `v`, from that of the
+outputs.
+
+Shapes: queries and outputs (batch, heads, queries, features), keys and values (batch, key-value heads, keys, features),
+logarithms (batch, heads, queries) in fp32, or fp64 of fp64."""
 
 
 def repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

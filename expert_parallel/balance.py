@@ -11,6 +11,9 @@ passes run once more before, without a graph, to count: a step of 3 units of com
 Shares have no gradient. Scores have, on their own rank: the mean over the global batch is a mean over ranks, as that of
 the loss is. So the term is the same for any number of ranks.
 
+The term's gradient is added where a router makes its scores, when backward is there. By then the shares are known, and
+what the loss's own gradient is. So it is there too where a block runs under activation checkpointing, without a graph.
+
 Or each expert has a bias, which has no gradient. Tokens choose by score plus bias, and are weighted by score. After a
 step, an expert that got more than the mean of its layer has a bias that is lower by a fixed rate, and one that got less
 a higher one (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts").
@@ -23,8 +26,58 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from expert_parallel.term import Round, Scored, WithTerm
+
+class Round:
+    """One forward pass of the model, and the backward pass behind it.
+
+    Attributes:
+        mask: (tokens of all,), of those that count; None: all do.
+        load: For each layer, how many tokens chose each expert, (experts,).
+        scores: The sum over layers and tokens of what each expert scored, (experts,).
+        rows: Tokens of all layers together.
+        gradient: Of the term with respect to each token's scores, (experts,), as soon as backward begins.
+    """
+
+    def __init__(self, mask: Tensor | None) -> None:
+        self.mask = mask
+        self.load: dict[int, Tensor] = {}
+        self.scores: Tensor | float = 0.0
+        self.rows: Tensor | float = 0.0
+        self.gradient: Tensor | None = None
+
+
+class WithTerm(torch.autograd.Function):
+    """The loss with the term. Backward tells the routers' scores their share of it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, term: Tensor, slope: Tensor, this: Round) -> Tensor:
+        ctx.slope, ctx.this = slope, this
+        return loss + term
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.this.gradient = gradient * ctx.slope
+        return gradient, None, None, None
+
+
+class Scored(torch.autograd.Function):
+    """Scores, to whose gradient that of the term is added."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, this: Round) -> Tensor:
+        ctx.this = this
+        return scores.view_as(scores)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        term, mask = ctx.this.gradient, ctx.this.mask
+        if term is None:  # backward begins at something else than the loss
+            return gradient, None
+        return gradient + (term if mask is None else mask.unsqueeze(1) * term), None
 
 
 class Balance:

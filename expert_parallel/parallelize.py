@@ -1,4 +1,8 @@
-"""Cuts the experts of a mixture of transformers over the ranks of `ep`, and each of them over those of `tp`."""
+"""Cuts the experts of a mixture of transformers over the ranks of `ep`, and each of them over those of `tp`.
+
+Over `tp` attention, and MLPs around experts, are cut as those of Llama, and each expert as an MLP: the outputs of its
+first matrix and the inputs of its second. All ranks of `tp` have whole routers and route alike.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,16 +19,15 @@ from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import DATA, EXPERT, TENSOR, MeshGroups
 from ddp_lab.runtime.settings.mesh import SIGMOID
 from ddp_lab.strategy.account import Collective
-from ddp_lab.strategy.model_parallel import ModelParallel
+from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from expert_parallel.balance import Balance
 from expert_parallel.dispatch import Compute, through_experts
 from expert_parallel.experts import Experts
-from expert_parallel.over_tensor import plan_around, within_each
 from expert_parallel.router import Router
-from tensor_parallel.cuts import CutParameters
+from tensor_parallel.cuts import CutParameters, cut_evenly, cut_in_parts
 from tensor_parallel.parallelize import parallelize as cut_layers
-from tensor_parallel.plan import enclosing, read_plan
+from tensor_parallel.plan import Column, Plan, Region, Row, Shared, Style, enclosing, llama, matches, read_plan
 from tensor_parallel.traffic import Place, Precision, Recomputed
 from tensor_parallel.traffic import Traffic as TensorTraffic
 
@@ -77,6 +80,42 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     module.register_forward_hook(balance.end)
     cuts, of_experts = {**parts.cuts, **parameters.cuts}, frozenset(parameters.cuts)
     return replace(parts, cuts=cuts, traffic=traffic, copies=groups.copies, of_experts=of_experts, balance=balance)
+
+
+def plan_around(module: nn.Module, size: int) -> Plan:
+    """How all but experts of Mixtral, Qwen2-MoE and Qwen3-MoE is cut over `size` ranks. Some layers have an MLP instead
+    of experts, or one beside them."""
+    names, settings = [name for name, _ in module.named_modules()], module.config
+    plan: dict[str, Style] = {p: style for p, style in llama(settings, size).items() if ".mlp" not in p}
+    plan |= {f"model.layers.*.self_attn.{kind}_norm": Shared() for kind in "qk"}  # of each head
+    for name, part in module.named_modules():
+        if isinstance(getattr(part, "gate_proj", None), nn.Linear):
+            plan[name], plan[f"{name}.down_proj"] = Region(), Row()
+            plan[f"{name}.gate_proj"] = plan[f"{name}.up_proj"] = Column()
+    return {pattern: style for pattern, style in plan.items() if any(matches(name, pattern) for name in names)}
+
+
+def within_each(name: str, experts: int, inner: int, size: int, tensor: int) -> dict[str, Cut]:
+    """How the parameters of a layer's experts are cut over the ranks of `ep` and `tp`, in their order.
+
+    Args:
+        name: Of the mixture, for errors.
+        inner: Outputs of an expert's first matrix, gates aside.
+        size, tensor: The degrees of `ep` and of `tp`.
+
+    Raises:
+        UnsupportedError: there are fewer than ranks.
+    """
+    over_experts = cut_evenly(name, "experts", experts, 0, size)
+    if tensor == 1:
+        return {"gate_up_proj": over_experts, "down_proj": over_experts}
+    ranges = tuple(part for part in over_experts.ranges for _ in range(tensor))
+    rows, columns = (cut_evenly(name, "inner features", inner, dim, tensor) for dim in (1, 2))
+
+    def both(cut: Cut) -> Cut:
+        return replace(over_experts, ranges=ranges, then=replace(cut, ranges=cut.ranges * size))
+
+    return {"gate_up_proj": both(cut_in_parts(rows, 2)), "down_proj": both(columns)}
 
 
 class Traffic:
