@@ -111,7 +111,7 @@ class Context:
                 "which is attention_dropout or attn_pdrop in a model's config, or take ulysses"
             )
         if torch.is_autocast_enabled(kind := q.device.type):  # rotated queries and keys are in fp32
-            q, k, v = (one.to(torch.get_autocast_dtype(kind)) for one in (q, k, v))
+            q, k, v = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (q, k, v))
         if torch.is_grad_enabled() or not self.keys:
             self.keys, self.queries = (k.nbytes, k.numel()), q.nbytes
         if self.way == PYTORCH:
@@ -147,8 +147,8 @@ def attention(
     Raises:
         UnsupportedError: the model wants more of its attention than causal masks and documents.
     """
-    if found := [name for name in REFUSED if told.get(name) is not None]:
-        raise UnsupportedError(f"--mesh with cp: {type(module).__name__} uses {found[0]}, which no ring does here")
+    if unknown := [name for name in REFUSED if told.get(name) is not None]:
+        raise UnsupportedError(f"--mesh with cp: {type(module).__name__} uses {unknown[0]}, which no ring does here")
     context: Any = module.context
     documents = None if attention_mask is None else attention_mask[:, 0, 0]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -66,11 +66,11 @@ class Layout:
 
     def whole(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
         """All ranks' parts in the order of the sequence."""
-        found: dict[int, Tensor] = {}
+        chunks: dict[int, Tensor] = {}
         for rank, part in enumerate(parts):
-            own = self.of(rank)
-            found |= dict(zip(own, part.chunk(len(own), dim), strict=True))
-        return torch.cat([found[chunk] for chunk in range(self.chunks)], dim)
+            numbers = self.of(rank)
+            chunks |= dict(zip(numbers, part.chunk(len(numbers), dim), strict=True))
+        return torch.cat([chunks[number] for number in range(self.chunks)], dim)
 
     def block(self, rank: int, source: int, length: int) -> Block | None:
         """What the queries of `rank` see of the keys of `source` under the causal mask; None: nothing.

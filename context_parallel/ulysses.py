@@ -59,8 +59,8 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, attend: A
     times = lcm(k.shape[1], size) // k.shape[1]
     if times > 1:
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    by_rank = [one.unflatten(1, (size, -1)) for one in (q, k, v)]
-    heads = [one.shape[2] for one in by_rank]
+    by_rank = [tensor.unflatten(1, (size, -1)) for tensor in (q, k, v)]
+    heads = [tensor.shape[2] for tensor in by_rank]
     received = AllToAll.apply(torch.cat(by_rank, 2).transpose(0, 1), group)  # (ranks, batch, heads, tokens, features)
     whole = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
     out = attend(*whole.split(heads, 1))

@@ -187,7 +187,9 @@ class Traffic:
 
 def mixtures_of(module: nn.Module) -> dict[str, Any]:
     """By name, the parts of a model that have one of `ROUTERS`."""
-    return {name: one for name, one in module.named_modules() if type(getattr(one, "gate", None)).__name__ in ROUTERS}
+    return {
+        name: part for name, part in module.named_modules() if type(getattr(part, "gate", None)).__name__ in ROUTERS
+    }
 
 
 def shared_mixtures(module: nn.Module, size: int) -> dict[str, Any]:
@@ -196,13 +198,13 @@ def shared_mixtures(module: nn.Module, size: int) -> dict[str, Any]:
     Raises:
         UnsupportedError: there are none, or the ranks cannot.
     """
-    found = mixtures_of(module)
-    if not found:
+    mixtures = mixtures_of(module)
+    if not mixtures:
         raise UnsupportedError(
             f"--mesh with ep: {type(module).__name__} has no experts that are known here; take Mixtral, Qwen2-MoE or "
             "Qwen3-MoE, --workload sample-moe, or dp"
         )
-    for name, one in found.items():
-        if (count := len(one.experts.gate_up_proj)) % size:
+    for name, mixture in mixtures.items():
+        if (count := len(mixture.experts.gate_up_proj)) % size:
             raise UnsupportedError(f"--mesh with ep={size}: {name} has {count} experts; take an ep that divides them")
-    return found
+    return mixtures

@@ -143,7 +143,7 @@ def open_channels(
         timeout: How long a message may wait for its other end.
     """
     rank = dist.get_rank()
-    found: dict[tuple[str, str], Channel] = {}
+    channels: dict[tuple[str, str], Channel] = {}
     for ranks in pipelines:
         stage = {member: number for number, member in enumerate(ranks)}
         pairs = list(pairwise(ranks)) + [(ranks[-1], ranks[0])] * is_ring
@@ -155,10 +155,10 @@ def open_channels(
             if rank not in ends or not isinstance(group, dist.ProcessGroup):
                 continue
             channel = Channel(group, sorted(ends).index(ends[0]), device)
-            found[what, "out" if rank == ends[0] else "in"] = channel
+            channels[what, "out" if rank == ends[0] else "in"] = channel
             if rank == ends[0]:
                 channel.send("opening", torch.zeros(1, dtype=torch.float32, device=device))
                 channel.finish()
             else:
                 channel.receive("opening").tensor()
-    return found
+    return channels

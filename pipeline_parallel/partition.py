@@ -50,14 +50,16 @@ def partition(module: nn.Module, stages: int, split: Split | None = None) -> tup
 
 def _listed(module: nn.Module, split: Sequence[Sequence[str]]) -> tuple[Chain, list[int]]:
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     for stage, patterns in enumerate(split):
         for pattern in patterns:
-            matching = [name for name in names if matches(name, pattern) and not any(overlap(name, f) for f in found)]
+            matching = [
+                name for name in names if matches(name, pattern) and not any(overlap(name, placed) for placed in places)
+            ]
             if not matching:
                 raise UnsupportedError(f'--plan: "{pattern}" of stage {stage} matches no module that is in none yet')
-            found |= dict.fromkeys(matching, stage)
-    return [(name, module.get_submodule(name)) for name in found], list(found.values())
+            places |= dict.fromkeys(matching, stage)
+    return [(name, module.get_submodule(name)) for name in places], list(places.values())
 
 
 def overlap(name: str, other: str) -> bool:

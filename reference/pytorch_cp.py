@@ -34,25 +34,25 @@ class TorchRing(torch.autograd.Function):
 
         kernel, masks = kernel_for(q, documents is not None), iter(masks_of(ring, q, documents))
         torchs._cp_options.enable_load_balance = True  # the default, which other calls of torch's turn off
-        out, sums, *_ = torchs._templated_ring_attention(ring.group, TOKENS, attend, q, k, v, is_causal=True)
-        ctx.save_for_backward(q, k, v, out, sums, documents)
+        out, lse, *_ = torchs._templated_ring_attention(ring.group, TOKENS, attend, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, lse, documents)
         ctx.ring, ctx.scale = ring, scale
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **rest: Tensor) -> tuple[Tensor, ...]:
-            sums = rest["out"], rest["logsumexp"], rest["gradient"]
-            return kernel.backward(query, key, value, *sums, next(masks), ctx.scale)
+            of_whole = rest["out"], rest["logsumexp"], rest["dout"]
+            return kernel.backward(query, key, value, *of_whole, next(masks), ctx.scale)
 
-        *made, documents = ctx.saved_tensors
-        kernel, masks = kernel_for(made[0], documents is not None), iter(masks_of(ctx.ring, made[0], documents))
+        q, k, v, out, lse, documents = ctx.saved_tensors
+        kernel, masks = kernel_for(q, documents is not None), iter(masks_of(ctx.ring, q, documents))
         torchs._cp_options.enable_load_balance = True
-        of_q, of_k, of_v = torchs._templated_ring_attention_backward(
-            ctx.ring.group, TOKENS, attend, gradient, "gradient", *made, is_causal=True
+        dq, dk, dv = torchs._templated_ring_attention_backward(
+            ctx.ring.group, TOKENS, attend, dout, "dout", q, k, v, out, lse, is_causal=True
         )
-        return of_q, of_k, of_v, None, None, None
+        return dq, dk, dv, None, None, None
 
 
 def masks_of(ring: Ring, q: Tensor, documents: Tensor | None) -> list[Mask]:
