@@ -222,7 +222,7 @@ class Search:
                 least_s = self.least_s(case)
                 if least_s > bound_s:
                     heapq.heappush(queue, (is_late, least_s, next(order), case))
-                elif self.best and bound_s > self.best.step_s / (WORTH if searches else 1.0):
+                elif self.is_needless(case, bound_s):
                     self.leave_out(case, bound_s)
                 elif (smaller := self.with_room(case)) is case or smaller.config not in seen:
                     seen.add(smaller.config)
@@ -257,9 +257,22 @@ class Search:
             return 0.0
         return LEAST * compute_s / (1 - bubble(case))
 
+    def is_needless(self, case: Case, least_s: float) -> bool:
+        """Whether it cannot win; or is one of a search's many pipelines, though something fits without one."""
+        if self.best is None:
+            return False
+        searches, has_stages = self._space.searches, case.config.has_stages
+        is_one_of_many = searches and has_stages and self._space.any_mesh
+        return is_one_of_many or least_s > self.best.step_s / (WORTH if searches else 1.0)
+
     def leave_out(self, case: Case, least_s: float) -> None:
-        if case.config.has_stages and self.best:
-            self.left_out[case.mesh and str(case.mesh)] = (
+        if not (case.config.has_stages and self._space.any_mesh and self.best):
+            return
+        if self._space.searches:
+            example = f"--mesh {case.mesh} searches one"
+            self.left_out["pipelines"] = f"pipelines, each of which takes as long as all else; {example}"
+        else:
+            self.left_out[str(case.mesh)] = (
                 f"{case.mesh}: its bubble of {bubble(case):.0%} makes a step at least {least_s * 1e3:,.0f} ms, and "
                 f"{self.best.case.name} takes {self.best.step_s * 1e3:,.0f} ms"
             )
