@@ -140,13 +140,18 @@ class Pipeline:
         return [of_rank for _, of_rank in every]
 
     def _from_last(self, made: Any) -> SimpleNamespace:
-        last, on_last = self._group.size() - 1, {}
+        last = self._group.size() - 1
+        answer: dict[str, Tensor] = {}
         if self._group.rank() == last:
             loss, logits = getattr(made, "loss", None), getattr(made, "logits", None)
-            answer = {"loss": loss, "logits": logits if loss is None or logits is None or logits.ndim < 3 else None}
-            on_last = {name: tensor.cpu() for name, tensor in answer.items() if tensor is not None}
-        told = self.agree(self._group, on_last)[last]
-        return SimpleNamespace(**{"loss": None, "logits": None} | {n: t.to(self.device) for n, t in told.items()})
+            kept = {"loss": loss, "logits": logits if loss is None or logits is None or logits.ndim < 3 else None}
+            answer = {name: tensor.contiguous() for name, tensor in kept.items() if tensor is not None}
+        forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in answer.items()}
+        for name, form in self.agree(self._group, forms)[last].items():
+            if name not in answer:
+                answer[name] = torch.empty_like(form, device=self.device)
+            dist.broadcast(answer[name], group=self._group, group_src=last)
+        return SimpleNamespace(**{"loss": None, "logits": None} | answer)
 
 
 class Pass(NamedTuple):
