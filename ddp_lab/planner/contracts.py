@@ -97,7 +97,7 @@ class CollectiveCosts(Protocol):
         """Cost of one collective among `ranks` (numbers in the whole world).
 
         Args:
-            kind: One of `ddp_lab.planner.costs.links.KINDS`.
+            kind: A key of `ddp_lab.collectives.kinds.LABELS`.
             payload_bytes: As `ddp_lab.strategy.account.Collective` counts them.
         """
         ...

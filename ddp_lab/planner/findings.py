@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.costs.sources import LINK_ERROR
+from ddp_lab.planner.costs.links import LINK_ERROR
 from ddp_lab.planner.models import IMAGES
 from ddp_lab.planner.search import TIGHT, Outcome
 from ddp_lab.planner.space import GIB, Case, Space, entrypoints

@@ -13,7 +13,7 @@ import sharding
 import tensor_parallel
 from ddp_lab.planner.contracts import Costs, Setting
 from ddp_lab.planner.costs.cluster import Cluster
-from ddp_lab.planner.costs.sources import costs_of
+from ddp_lab.planner.costs.links import costs_of
 from ddp_lab.planner.models import Model
 from ddp_lab.planner.rates import Price
 from ddp_lab.runtime.cli import unknown_name

@@ -7,7 +7,7 @@ costs what forward and backward of the model need (`docs/run-record.md`, Model F
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ddp_lab.planner.costs.entries import filled, known, table
+from ddp_lab.planner.costs.hardware import filled, known, table
 from ddp_lab.runtime.errors import UserError
 
 

@@ -23,7 +23,7 @@ from ddp_lab.planner.contracts import CAUSAL, CONTIGUOUS, DERIVATIVE, OPTIMIZER,
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.calls import NOT_COMPUTE, operator_call
 from ddp_lab.planner.costs.cluster import EFFICIENT, FULL_HEAD
-from ddp_lab.planner.costs.entries import found
+from ddp_lab.planner.costs.hardware import found
 from ddp_lab.planner.costs.links import BASE_S, LOW_LATENCY, volume
 from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.errors import UserError

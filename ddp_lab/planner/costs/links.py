@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from ddp_lab.collectives.kinds import MESSAGE, sent_share
-from ddp_lab.planner.contracts import CollectiveCost
+from ddp_lab.planner.contracts import CollectiveCost, Costs
 from ddp_lab.planner.costs.cluster import Cluster
+from ddp_lab.planner.costs.hardware import table
 
+OPERATOR_ERROR, LINK_ERROR = 0.2, 0.3
+"""Largest relative errors of the times of operators and of collectives: assumptions."""
 BASE_S = {"nccl": 8.4e-6, "gloo": 150e-6}
 """Of every collective: a kernel (NCCL, tuning.cc: ring, Simple); the way to Gloo's thread and back (an estimate)."""
 LOW_LATENCY = (0.2, 4.0)
@@ -131,3 +134,24 @@ class LinkCosts:
         yield latency, transfer
         if backend == "nccl":
             yield latency * LOW_LATENCY[0], transfer * LOW_LATENCY[1]
+
+
+def costs_of(cluster: Cluster, contention: float | None = None, compiles: bool = False) -> Costs:
+    """Costs on a cluster, by the table or by a card's file.
+
+    Args:
+        contention: As in `Costs`. Default: what the table assumes for such devices.
+        compiles: Whether a compiler fuses operators of the model's blocks.
+    """
+    device = cluster.device
+    kind = table()["operators"][device.kind]
+    if compiles and "fused" in kind:
+        device = device.compiled(kind["fused"], kind["compiled_host_us"] * 1e-6)
+    of_operators = f"Operators: roofline of {device.name} ({device.source}); on memory: {device.on_memory}."
+    of_links = [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
+    assumed = table()["contention"].get(device.kind, {"compute": 1.0, "source": "assumed on a CPU"})
+    factor, source = (assumed["compute"], assumed["source"]) if contention is None else (contention, "as given")
+    by_card = assumed["network_card"] / (assumed["compute"] - 1) if device.kind == "cuda" else 1.0
+    slower = f"Contention: compute takes {factor:.2f} times as long beside collectives ({source})."
+    sources = (of_operators, *of_links, slower)
+    return Costs(device, LinkCosts(cluster, by_card), factor, OPERATOR_ERROR, sources, device.host_s)

@@ -15,7 +15,7 @@ from ddp_lab.planner import models
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import card, hardware
 from ddp_lab.planner.costs.card import SIZES, Sizes, on_memory
-from ddp_lab.planner.costs.entries import Entry, filled, table
+from ddp_lab.planner.costs.hardware import Entry, filled, table
 from ddp_lab.planner.search import simulate_step
 from ddp_lab.planner.space import Case
 from ddp_lab.runtime.config import RunConfig
