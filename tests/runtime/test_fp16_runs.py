@@ -47,7 +47,7 @@ def test_a_run_skips_its_first_steps_and_resumes_with_its_scale(ranks: RankPool,
     assert "--loss-scale was 4194304.0 and is 8.0" in said[0]
 
 
-def make(choice: str, seed: int, scale: float, precision: str = "fp16") -> Strategy:
+def make(choice: str, seed: int, scale: float | None, precision: str = "fp16") -> Strategy:
     options = ddp_lab.StrategyOptions(precision=precision, loss_scale=scale, bucket_cap_mb=25.0)
     return ddp_lab.load(choice)(build("plain", seed), lambda p: torch.optim.AdamW(p, lr=1e-2), options)
 
@@ -66,7 +66,7 @@ def saved_by(choice: str, folder: Path) -> list[float]:
 
 
 def loaded_by(choice: str, folder: Path) -> list[float]:
-    ddp_lab.load_checkpoint(make("zero2", 2, 1.0, "bf16"), folder)  # another precision has no use for it
+    ddp_lab.load_checkpoint(make("zero2", 2, None, "bf16"), folder)  # another precision has no use for it
     strategy = make(choice, 1, 4.0)
     ddp_lab.load_checkpoint(strategy, folder)
     return state_of(strategy)

@@ -56,7 +56,7 @@ def copies_in_use(model: str, by_autocast: bool, precision: str) -> tuple[dict[s
     torch.manual_seed(0)
     module = BUILD[model]()
     with mock.patch.object(LowPrecisionWeights, "_use", lambda *_: None) if by_autocast else nullcontext():
-        options = StrategyOptions(precision=precision, loss_scale=2.0**8)
+        options = StrategyOptions(precision=precision, loss_scale=2.0**8 if precision == "fp16" else None)
         strategy = load("zero3")(module, OPTIMIZERS["adam"], options)
         units, held = strategy.units, []
 

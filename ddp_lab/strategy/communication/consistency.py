@@ -43,16 +43,15 @@ def require_own_memory(module: nn.Module) -> None:
         UnsupportedError: names both. At least one of them trains.
     """
     named = [*module.named_parameters(), *((f"buffer {name}", buffer) for name, buffer in module.named_buffers())]
-    spans = sorted(
-        (tensor.untyped_storage()._cdata, *_span(tensor), name, tensor.requires_grad)
-        for name, tensor in named
-        if tensor.numel()
-    )
-    for index, (storage, _, end, name, trains) in enumerate(spans):
-        for other_storage, begin, _, other, other_trains in spans[index + 1 :]:
+    spans = [
+        (tensor.untyped_storage()._cdata, *_span(tensor), name, tensor) for name, tensor in named if tensor.numel()
+    ]
+    spans.sort(key=lambda span: span[:3])
+    for index, (storage, _, end, name, one) in enumerate(spans):
+        for other_storage, begin, _, other, another in spans[index + 1 :]:
             if other_storage != storage or begin >= end:
                 break
-            if trains or other_trains:
+            if (one.requires_grad or another.requires_grad) and _overlap(one, another):
                 raise UnsupportedError(
                     f"{name} and {other} lie in the same memory, and would come apart in shards; make them "
                     "one parameter (b.weight = a.weight), compute a view in forward, or take a replicated choice"
@@ -64,6 +63,15 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first, size = int(tensor.storage_offset()), tensor.element_size()
     return first * size, (first + int(last) + 1) * size
+
+
+def _overlap(one: Tensor, another: Tensor) -> bool:
+    """Whether two views of a storage have an element in common; if they differ in dtype, taken for granted."""
+    if one.dtype != another.dtype:
+        return True
+    numbers = torch.arange(max(_span(one)[1], _span(another)[1]) // one.element_size(), dtype=torch.int64, device="cpu")
+    first, second = (numbers.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (one, another))
+    return bool(torch.isin(first, second).any())
 
 
 def require_castable(module: nn.Module, flag: str = "--param-dtype") -> None:
