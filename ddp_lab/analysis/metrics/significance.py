@@ -85,6 +85,8 @@ def residuals(table: pd.DataFrame) -> pd.DataFrame:
     A pass in which the whole machine is slower moves a column, and leaves nothing here.
     """
     whole = table.dropna(axis="columns")
+    if whole.empty:
+        return whole
     return whole.sub(whole.mean(axis="columns"), axis="index") - whole.mean() + whole.to_numpy().mean()
 
 

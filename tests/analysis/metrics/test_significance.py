@@ -43,7 +43,7 @@ def test_spreads_worked_out_by_hand():
     assert Spread(2, 2).together(Spread(8, 1)) == Spread(4, 3) and NO_SPREAD.together(NO_SPREAD) == NO_SPREAD
     assert spread_beside(pd.DataFrame([[0, 0], [1, 3]])) == Spread(1, 1)
     assert spread_beside(pd.DataFrame([[0, 5, 1], [2, 7, np.nan]])) == Spread(0, 1), "a slow pass is no spread"
-    assert spread_beside(pd.DataFrame([[0], [1]])).degrees == 0
+    assert spread_beside(pd.DataFrame([[0], [1]])).degrees == spread_beside(pd.DataFrame([[np.nan], [1]])).degrees == 0
 
 
 def test_one_run_a_side_has_the_expected_spread_alone():

@@ -9,12 +9,12 @@ import pytest
 
 PROGRAM = """
 import json, resource, sys, time
-from ddp_lab.planner import command as plan
-from ddp_lab.planner.plan_command import case_of
+from ddp_lab.planner.command import build_parser
+from ddp_lab.planner.plan import case_of
 from ddp_lab.planner.simulation.simulate import Simulation
 
-case = case_of(plan.build_parser("plan").parse_args(sys.argv[1:]))
-simulation = Simulation(case.setting("zero3"), case.cluster, case.costs)
+case = case_of(build_parser().parse_args(sys.argv[1:])).but(choice="zero3")
+simulation = Simulation(case.setting, case.cluster, case.costs)
 with simulation.running():
     step = simulation.measure()
 print(json.dumps({
