@@ -9,6 +9,8 @@ import pandas as pd
 from ddp_lab.analysis.metrics.significance import Spread, expected_spread, noise
 
 RATES = ("samples_per_second", "tokens_per_second", "model_flops_per_second")
+BUSY = 0.25
+"""Of a step, without a core. Up to here ranks that share cores may wait for each other's own threads."""
 Run = dict[str, Any]
 
 
@@ -34,11 +36,10 @@ def expected_of(pairs: Sequence[tuple[Run, Run]]) -> Spread:
     """What to expect of these runs, each beside the one that it is compared with.
 
     Their medians vary as their steps do. On a busy machine a thread waits for other programs, which do something else
-    in the next run: half the share of a step in which it has no core is taken as a standard deviation (`ddp-lab bench
-    aa`).
+    in the next run: what it waits beyond `BUSY` of a step is taken as a standard deviation (`ddp-lab bench aa`).
     """
     noises = [noise(timed_steps_ms(run), timed_steps_ms(base)) for run, base in pairs if run is not base]
-    return expected_spread(mean(noises or [0.0]) + mean((without_core(run) / 2) ** 2 for run, _ in pairs))
+    return expected_spread(mean(noises or [0.0]) + mean(max(0.0, without_core(run) - BUSY) ** 2 for run, _ in pairs))
 
 
 def without_core(record: Run) -> float:

@@ -58,7 +58,7 @@ def test_runs_are_held_against_the_reference():
 
 
 def test_a_busy_machine_makes_a_verdict_less_sure():
-    """A thread that has no core in half of a step: 25 % to expect."""
+    """A thread that has no core in half of a step: 25 % to expect, as it is half beyond what counts as busy."""
     busy = {"throughput": [{"core_s": 0.1, "step_s": 0.2}]}
     for changes, judged in (({}, "slower"), (busy, "not known")):
         records = {"a": timed("a", 0.1) | changes, "b": timed("b", 0.2) | changes}

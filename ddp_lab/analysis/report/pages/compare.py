@@ -96,7 +96,10 @@ class Compared:
         if not open_ones["passes"].all():
             few = listed(list(open_ones.loc[open_ones["passes"] == 0, "choice"]))
             return [f"Too few steps of {few} were timed: a comparison takes {FEWEST_STEPS} (--max-steps)."]
-        who, widest = listed(list(open_ones["choice"])), (open_ones["paired_ratio_high"] - 1).max()
+        who, widest = (
+            listed(list(open_ones["choice"])),
+            (open_ones["paired_ratio_high"] / open_ones["paired_ratio"] - 1).max(),
+        )
         return [
             f"Not known whether {who} differ from {self.reference}: with so few passes, less than about {widest:.0%} "
             "may be chance; more passes would tell (--passes)."
