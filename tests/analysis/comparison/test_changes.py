@@ -44,7 +44,7 @@ def test_step_times_a_fifth_longer():
     rows = by_figure(Run(timed("a", 0.1), None), Run(timed("a", 0.12), None))
     time, rate = rows["step time"], rows["throughput"]
     assert (time["baseline"], time["run"], time["change"]) == pytest.approx((100.5, 120.6, 20.1), abs=0.6)
-    reach = np.exp(2.7764 * 2**0.5 * 0.03)
+    reach = np.exp(2.7764 * 2**0.5 * 0.04)
     expected = [100 * (1.2 * factor - 1) for factor in (1, 1 / reach, reach)]
     assert [time[name] for name in ("change_pct", "interval_low", "interval_high")] == pytest.approx(expected, abs=0.01)
     assert time["p_value"] < 0.05 and time["result"] == rate["result"] == "worse"
