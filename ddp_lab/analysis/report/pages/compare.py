@@ -101,8 +101,8 @@ class Compared:
             (open_ones["paired_ratio_high"] / open_ones["paired_ratio"] - 1).max(),
         )
         return [
-            f"Not known whether {who} differ from {self.reference}: with so few passes, less than about {widest:.0%} "
-            "may be chance; more passes would tell (--passes)."
+            f"Not known to differ from {self.reference}: {who}. With so few passes, less than about {widest:.0%} may "
+            "be chance; more passes would tell (--passes)."
         ]
 
     @property
