@@ -120,7 +120,7 @@ def what_would_tell(ratio: Estimate, passes: int) -> str:
     """How many passes would show a difference of this size."""
     needed = runs_needed(ratio, passes)
     if needed is None:
-        return "More than 20 passes would be needed to tell: take them for equal."
+        return "More than 20 passes would be needed to tell so small a difference."
     return f"About {needed} passes would tell: run again with --passes {needed}."
 
 
