@@ -33,7 +33,9 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 def _apply(rule: Rule, facts: Facts) -> Finding | None:
     match = (PREDICATES[rule.predicate](facts) if rule.predicate else None) or Match([])
-    lines = list(dict.fromkeys(_search(facts, rule.patterns) + match.lines))
+    every = [_search(facts, [pattern]) for pattern in rule.all_of]
+    together = [line for lines in every for line in lines] if all(every) else []
+    lines = list(dict.fromkeys(_search(facts, rule.patterns) + together + match.lines))
     if not (lines or match.details) or _search(facts, rule.unless):
         return None
     if rule.beside_failure and not (facts.failures or facts.hangs or facts.complaints):

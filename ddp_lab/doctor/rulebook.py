@@ -1,8 +1,9 @@
 """The rules, as data: `rules/*.toml`. Of rules of one kind, the surest wins the verdict, and of these the first.
 
-A rule applies if one of its `patterns` is found in a line, or if its `predicate` (a function of `predicates`, by name)
-says so; not if one of `unless` is found in any line. Its kind decides what comes first: a `cause`, a `place` (which
-rank is behind, not why), a `suspicion` (it explains a hang, if there is one) or a `symptom` (something failed).
+A rule applies if one of its `patterns` is found in a line, if each of its `all_of` is found in some line, or if its
+`predicate` (a function of `predicates`, by name) says so; not if one of `unless` is found in any line. Its kind decides
+what comes first: a `cause`, a `place` (which rank is behind, not why), a `suspicion` (it explains a hang, if there is
+one) or a `symptom` (something failed).
 """
 
 import re
@@ -49,6 +50,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     own: list[str] = []
     more: list[str] = []
     patterns: list[str] = []
+    all_of: list[str] = []
     predicate: str | None = None
     unless: list[str] = []
     explains: list[str] = []

@@ -58,7 +58,7 @@ def test_every_pattern_and_predicate_is_tried(rule):
     cases = [read_inputs([str(case)]).facts for case in (sorted(folder.iterdir()) if folder.is_dir() else [])]
     cases += [Facts(texts=[to_text("log", log.encode())]) for name, log in logs("fires") if name == rule.name]
     assert cases
-    for pattern in compiled(tuple(rule.patterns)):
+    for pattern in compiled((*rule.patterns, *rule.all_of)):
         assert any(facts.search(pattern) for facts in cases), pattern.pattern
     of_machine = {"interface_not_here", "small_shm", "small_memlock"}
     if rule.predicate and rule.predicate not in of_machine:
@@ -70,7 +70,7 @@ def test_rules_are_complete():
     assert len(set(names)) == len(names) and {path.name for path in DATA.iterdir()} - OTHERS <= set(names)
     assert {rule.predicate for rule in all_rules()} - {None} == set(PREDICATES)
     for rule in all_rules():
-        assert rule.patterns or rule.predicate
+        assert rule.patterns or rule.all_of or rule.predicate
         assert rule.sources and all(source.startswith("https://") for source in rule.sources)
         assert rule.why and (rule.confidence is None) == (rule.kind == "symptom")
         assert not re.search("--timeout-minutes|--ddp-choice|--grad-accum-steps", " ".join([*rule.to_try, *rule.more]))

@@ -83,6 +83,33 @@ def test_what_was_issued_as_one_is_named_by_its_elements():
     assert verdict(gather, status(0, "0(default_pg)", 40, 40), *other).rule.name == "different-collectives"
 
 
+@each_row("received", [8, 32])
+def test_what_was_issued_as_one_has_equal_elements(received):
+    calls = [gave_up(rank, 40, "COALESCED", elements=elements) for rank, elements in enumerate((8, 16))]
+    calls = [call.replace("NumelOut=8", f"NumelOut={received}") for call in calls]
+    finding = verdict(calls[0], status(0, "0(default_pg)", 40, 40), calls[1], status(1, "0(default_pg)", 40, 40))
+    assert finding.rule.name == "different-collectives"
+
+
+def test_of_ranks_that_give_up_at_neighbouring_numbers_the_first_is_behind():
+    lines = [gave_up(0, 57, "ALLREDUCE"), status(0, "0(default_pg)", 57, 60)]
+    finding = verdict(*lines, gave_up(1, 56, "ALLREDUCE"), status(1, "0(default_pg)", 56, 60))
+    assert finding.rule.name == "rank-behind"
+    assert finding.details == ["Rank 1 waits in collective 56 of group 0(default_pg), rank 0 waits in a later one."]
+    other = verdict(*lines, gave_up(1, 56, "ALLREDUCE"), status(1, "1(mesh_tp)", 56, 60))
+    assert other.rule.name == "watchdog-timeout", "numbers of two groups say nothing about each other"
+
+
+@each_row("breaks", [("operation ",), ("=57, ",), ("operation ", "=57, ")])
+def test_a_line_that_somebody_has_broken(breaks):
+    line = gave_up(1, 57, "ALLREDUCE")
+    for words in breaks:
+        line = line.replace(words, words.strip() + "\n")
+    finding = verdict(line)
+    assert finding.rule.name == "watchdog-timeout"
+    assert finding.details[0] == "rank 1 gave up; the first is ALLREDUCE, number 57 of its group."
+
+
 def test_a_rank_is_behind_what_ran_out_of_time():
     group = "0(default_pg)"
     lines = [

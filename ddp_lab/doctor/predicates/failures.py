@@ -47,8 +47,6 @@ _BUILDS = re.compile(r"Using \S{0,20} {0,2}\S{0,200}torch_extensions\S{0,80} as 
 _MEETS_IN_FILE = re.compile(r"\b(?:init_method|dist_url|init-method|dist-url)\b\W{1,6}file:/")
 _NO_FILE = re.compile(r"Error: open\(/[^)\n]{1,300}\): (?:No such file or directory|Permission denied|Is a directory)")
 _NOT_MET = re.compile(r"connectFullMesh failed|Timeout waiting for key: \S")
-_NOT_CONTIGUOUS = re.compile(r"Error: (?:Tensors must be contiguous|input tensor has to be (?:contiguous|dense)\b)")
-_IN_A_COLLECTIVE = re.compile(r"distributed_c10d\.py|ProcessGroup\w{1,20}\.cpp")
 _CONNECTED = re.compile(r"\[c10d\b[^\]\n]{0,12}\] The client socket has connected to ")
 
 
@@ -164,12 +162,6 @@ def file_store_misleads(facts: Facts) -> Match | None:
         return None
     failed = facts.search(_NO_FILE) or ([] if program_exception(facts) else facts.search(_NOT_MET))
     return Match(named[:1] + failed) if failed else None
-
-
-def sent_tensor_not_contiguous(facts: Facts) -> Match | None:
-    """In a log of a failed collective: kernels that are no collectives say the same."""
-    lines = facts.search(_NOT_CONTIGUOUS)
-    return Match(lines) if lines and facts.search(_IN_A_COLLECTIVE) else None
 
 
 def store_answers_nothing(facts: Facts) -> Match | None:

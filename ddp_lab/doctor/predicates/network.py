@@ -57,13 +57,13 @@ def virtual_interface(facts: Facts) -> Match | None:
 
     Data on such an interface beside a bootstrap on another is enough, unless the log has all ranks on one host.
     """
-    refused = facts.search(_LOCAL_TARGET)
+    refused, failed = facts.search(_LOCAL_TARGET), facts.search(_NOT_CONNECTED)
+    is_stuck = bool(failed and not facts.is_one_host) or bool(facts.hangs and facts.is_multi_node)
     if facts.is_multi_node or refused:
         bad = [process for process in facts.processes if process.interface and _is_local(process)]
         if bad or refused:
             details = [f"{process.name} listens on {process.interface} ({process.address})." for process in bad[:4]]
             return Match([process.lines["interface"] for process in bad] + refused, details)
-    is_stuck = facts.is_multi_node and bool(facts.hangs or facts.search(_NOT_CONNECTED))
     sending = {
         process: names
         for process in facts.processes

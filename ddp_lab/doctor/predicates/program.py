@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from ddp_lab.collectives.ranks import ranks_in_words
-from ddp_lab.doctor.comparison import evidence
+from ddp_lab.doctor.comparison import evidence, waiting
 from ddp_lab.doctor.facts import EARLY, Facts, Match
 from ddp_lab.doctor.reading.stacks import Stack
 from ddp_lab.doctor.reading.texts import Line, printable
 from ddp_lab.doctor.reading.watchdog import Status, Timeout
 
-POINT_TO_POINT = {"SEND", "RECV", "RECVANYSOURCE", "COALESCED", "UNKNOWN"}
+POINT_TO_POINT = {"SEND", "RECV", "RECVANYSOURCE", "UNKNOWN"}
 """torch's names of what is not the same on all ranks of a group, or may hold it."""
+COALESCED = "COALESCED"
+"""torch's name of calls that were issued as one: collectives if it says their elements, sends and receives if not."""
 EVEN = {"ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"}
 """Collectives that move as many elements on each rank."""
 EARLY_HANG = "It is one of the first in its group: suspect the connection (network, P2P), or a rank that never came."
@@ -35,7 +37,7 @@ def different_collectives_of_unknown_groups(facts: Facts) -> Match | None:
 def _different(timeouts: list[Timeout]) -> Match | None:
     by_call: dict[tuple[object, ...], list[Timeout]] = defaultdict(list)
     for timeout in timeouts:
-        if timeout.kind not in POINT_TO_POINT and timeout.seq is not None and timeout.rank is not None:
+        if _is_collective(timeout) and timeout.seq is not None and timeout.rank is not None:
             by_call[timeout.attempt, timeout.group, timeout.seq].append(timeout)
     for (_, group, seq), of_call in sorted(by_call.items(), key=lambda each: str(each[0])):
         if _are_several_groups(of_call):
@@ -54,9 +56,14 @@ def _are_several_groups(members: Sequence[Timeout | Status]) -> bool:
     return len({local for _, local in ranks}) < len({rank for rank, _ in ranks})
 
 
+def _is_collective(timeout: Timeout) -> bool:
+    return timeout.kind not in POINT_TO_POINT and (timeout.kind != COALESCED or timeout.elements[0] is not None)
+
+
 def _call(timeout: Timeout) -> tuple[str, str]:
     """What must be the same on all ranks: the kind, and the elements of kinds that move as many on each."""
-    return timeout.kind, (timeout.elements[0] or "") if timeout.kind in EVEN else ""
+    is_even = timeout.kind in EVEN or timeout.kind.startswith(COALESCED)
+    return timeout.kind, (timeout.elements[0] or "") if is_even else ""
 
 
 def rank_behind(facts: Facts) -> Match | None:
@@ -78,8 +85,28 @@ def rank_behind(facts: Facts) -> Match | None:
                 f"Collective {stuck} of group {printable(group)} ran out of time; {ranks_in_words(behind)}{local} "
                 f"issued only {max(least, 0)} of that group."
             )
-            waiting = next(status.line for status in statuses if status.timed_out == stuck)
-            return Match([*(status.line for status in behind.values()), waiting], [sentence])
+            stopped = next(status.line for status in statuses if status.timed_out == stuck)
+            return Match([*(status.line for status in behind.values()), stopped], [sentence])
+    return _waits_in_an_earlier(facts.timeouts)
+
+
+def _waits_in_an_earlier(timeouts: Sequence[Timeout]) -> Match | None:
+    """Of ranks that give up at different numbers of one group, those at the least: the others have finished that."""
+    by_group: dict[tuple[int, str], dict[int, Timeout]] = defaultdict(dict)
+    for timeout in timeouts:
+        if timeout.group is not None and timeout.in_job and _is_collective(timeout) and timeout.seq is not None:
+            first = by_group[timeout.attempt, timeout.group].setdefault(timeout.rank or 0, timeout)
+            if timeout.seq < (first.seq or 0):
+                by_group[timeout.attempt, timeout.group][timeout.rank or 0] = timeout
+    for (_, group), by_rank in by_group.items():
+        numbers = sorted({timeout.seq or 0 for timeout in by_rank.values()})
+        if len(numbers) > 1 and not _are_several_groups([*by_rank.values()]):
+            behind = [rank for rank, timeout in by_rank.items() if timeout.seq == numbers[0]]
+            sentence = (
+                f"{waiting(behind)} in collective {numbers[0]} of group {printable(group)}, "
+                f"{waiting(by_rank.keys() - behind).lower()} in a later one."
+            )
+            return Match([timeout.line for timeout in by_rank.values()], [sentence])
     return None
 
 

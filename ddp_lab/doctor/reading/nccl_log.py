@@ -21,7 +21,9 @@ _VERSION = re.compile(r"NCCL version (\d{1,2}\.\d{1,3}(?:\.\d{1,3})?)")
 _BARE_VERSION = re.compile(r"(?:^|[\]>):] ?)NCCL version \d")
 _NETWORK = re.compile(r"Using (?:internal )?[nN]etwork (\S{1,40})")
 _NET = re.compile(r"NET/(IB|Socket|OFI|\S{1,20}?) ?: Using (.*)")
-_BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([\w.-]{1,32}):([0-9a-fA-F.:\[\]%]{2,64})<\d{1,5}>")
+_BOOTSTRAP = re.compile(
+    r"Bootstrap ?: Using (?:\[\d+\])?([\w.-]{1,32}):([0-9a-fA-F.:\[\]]{2,64}(?:%[\w.-]{1,32}\]?)?)<\d{1,5}>"
+)
 _OLD_BOOTSTRAP = re.compile(r"NET : Using interface ([\w.-]{1,32}):([0-9a-fA-F.:]{2,64})<\d{1,5}>")
 _CHANNEL = re.compile(
     r"(?:Channel|Ring) \d{1,3}(?:/\d{1,3})? : (\d{1,6})(?:\[(\w{1,16})\])? -> (\d{1,6})(?:\[(\w{1,16})\])?"

@@ -14,10 +14,13 @@ from operator import itemgetter
 
 from ddp_lab.doctor.reading.texts import JOB_RANK, Line, Text
 
+_BEGINS = re.compile(r"Watchdog caught")
 _TIMEOUT = re.compile(
     r"(?:Rank (\d{1,6})\] ?)?Watchdog caught collective operation timeout: "
-    r"WorkNCCL\((?:SeqNum=(\d{1,12}), )?OpType=(\w{1,40})(?:, NumelIn=(\d{1,15}), NumelOut=(\d{1,15}))?"
+    r"WorkNCCL\( ?(?:SeqNum=(\d{1,12}),[ .,]{0,8})?OpType=(\w{1,40})(?:, NumelIn=(\d{1,15}), NumelOut=(\d{1,15}))?"
 )
+_MOST_BROKEN = 4
+"""Lines over which somebody has broken one of the watchdog's."""
 _STATUS = re.compile(r"[Ll]ast enqueued(?: NCCL)? work: (-?\d{1,12}), last completed(?: NCCL)? work: (-?\d{1,12})")
 _GROUP = re.compile(r"\[PG (?:ID \d{1,9} PG GUID )?([^\]\n]{0,160}?) ?Rank (\d{1,6})\]")
 _AT = re.compile(r"(?:work sequence id|at NCCL work|at work): (-?\d{1,12})")
@@ -27,7 +30,7 @@ _TORCHCOMMS = re.compile(
     r"(?:Operation timed out after (\d{1,12}) ms|Aborting process on rank \d{1,6} due to timeout)"
 )
 HANG = re.compile(
-    r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for|Heartbeat monitor timed out"
+    r"Watchdog caught collective operation\s{1,9}timeout|Timed out waiting \d+ms for|Heartbeat monitor timed out"
     r"|Received a dump signal due to a collective timeout|\[TC\].{0,140} (?:Operation timed out after|due to timeout)"
     r"|watchdog got stuck for \d"
 )
@@ -100,10 +103,11 @@ def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
         statuses = defaultdict[tuple[int, int | None], list[tuple[int, Status]]](list)
         for place, status in statuses_in(text):
             statuses[status.rank, status.timed_out].append((place, status))
-        for index, line in text.find(_TIMEOUT):
-            if not (match := _TIMEOUT.search(line.text)):
+        for index, line in text.find(_BEGINS):
+            broken = " ".join(other.text.strip() for other in text.lines[index : index + _MOST_BROKEN])
+            if not (match := _TIMEOUT.search(line.text) or _TIMEOUT.search(broken)):
                 continue
-            job, local = _job_rank(line, match), int(match[1]) if match[1] else None
+            job, local = _job_rank(match), int(match[1]) if match[1] else None
             rank = local if job is None else job
             seq = int(match[2]) if match[2] else None
             attempt, elements = bisect(restarts, index), (match[4], match[5])
@@ -131,7 +135,7 @@ def statuses_in(text: Text) -> Iterator[tuple[int, Status]]:
         match = _STATUS.search(line.text)
         if not match or not (groups := list(_GROUP.finditer(line.text, 0, match.start()))):
             continue
-        group, job, at = groups[-1], _job_rank(line, match), list(_AT.finditer(line.text, 0, match.start()))
+        group, job, at = groups[-1], _job_rank(match), list(_AT.finditer(line.text, 0, match.start()))
         rank, timed_out = int(group[2]) if job is None else job, int(at[-1][1]) if at else None
         attempt = bisect(restarts, index)
         yield (
@@ -140,16 +144,16 @@ def statuses_in(text: Text) -> Iterator[tuple[int, Status]]:
         )
 
 
-def _job_rank(line: Line, match: re.Match[str]) -> int | None:
+def _job_rank(match: re.Match[str]) -> int | None:
     """The last `[rankN]` before a match: lines of several ranks may be mixed."""
-    found = JOB_RANK.findall(line.text, 0, match.end())
-    return int(found[-1]) if found else None
+    ranks = JOB_RANK.findall(match.string, 0, match.end())
+    return int(ranks[-1]) if ranks else None
 
 
 def read_gave_up(texts: Iterable[Text]) -> list[GaveUp]:
     found = []
     for line in (line for text in texts for line in text.search(_TORCHCOMMS)):
         if match := _TORCHCOMMS.search(line.text):
-            job, seconds = _job_rank(line, match), int(match[3]) / 1e3 if match[3] else None
+            job, seconds = _job_rank(match), int(match[3]) / 1e3 if match[3] else None
             found.append(GaveUp(int(match[1]) if job is None else job, match[2], seconds, line))
     return found
