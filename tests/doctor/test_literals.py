@@ -6,7 +6,11 @@ from ddp_lab.doctor.reading.texts import to_text
 from ddp_lab.doctor.rulebook import all_rules, compiled
 from tests.doctor.test_look_alikes import logs
 
-OF_RULES = [pattern for rule in all_rules() for pattern in compiled((*rule.patterns, *rule.unless, *rule.explains))]
+OF_RULES = [
+    pattern
+    for rule in all_rules()
+    for pattern in compiled((*rule.patterns, *rule.all_of, *rule.unless, *rule.explains))
+]
 SEARCHED = [*OF_RULES, *_PATTERNS.values()]
 WITH_TEXTS = [pattern for pattern in SEARCHED if demanded(pattern)[0] and not demanded(pattern)[1]]
 

@@ -136,11 +136,12 @@ def stacks_differ(facts: Facts) -> Match | None:
     places: dict[str | None, list[Stack]] = defaultdict(list)
     for stack, path in zip(facts.stacks, paths, strict=True):
         places[path[parts] if parts < len(path) else None].append(stack)
-    has_moved = len({stack.pid for stack in facts.stacks}) < sum(len({s.pid for s in of}) for of in places.values())
+    names = [{stack.name for stack in stacks} for stacks in places.values()]
+    has_moved = len(set().union(*names)) < sum(map(len, names))
     if len(places) < 2 or has_moved or len({path[0].rpartition(":")[0] for path in paths}) > 1:
         return None
     details = [
-        f"{'Process' if len(group) == 1 else 'Processes'} {', '.join(str(stack.pid) for stack in group[:8])}: "
+        f"{', '.join(stack.name for stack in group[:8]).capitalize()}: "
         f"{printable(place or 'nothing more')}, and there in {printable(group[0].frames[0])}."
         for place, group in sorted(places.items(), key=lambda each: len(each[1]))
     ]

@@ -5,24 +5,30 @@ lines that differ in digits only are alike, so that there are few different ones
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
-from re import _constants as op  # type: ignore[attr-defined]  # no public interface gives the parts of a pattern
-from re import _parser  # type: ignore[attr-defined]
-from typing import Any
 
 SHORTEST = 4
 """Characters of a demanded text that is worth looking for."""
 _ONE_DIGIT = str.maketrans("123456789", "0" * 9)
 
 
+_PART = re.compile(
+    r"(?P<flags>\(\?[aimsux]+\))|(?P<look>\(\?<?[=!])|(?P<open>\((?:\?(?:[imsx]*:|>|P<\w+>))?)|(?P<close>\))|(?P<bar>\|)"
+    r"|(?P<least>[*+?]|\{(?P<count>\d*),?\d*\})[?+]?|(?P<set>[.^$]|\[\^?\]?(?:\\.|[^\]\\])*\]|\\\w)|\\?(?P<text>.)",
+    re.DOTALL,
+)
+"""A part of a pattern in the syntax of `re`, of which these rules use all but conditions and comments."""
+_LINE_END = re.compile(r"(?<!\\)(?:\\\\)*\\n|\n")
+_NEGATED = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")
+
+
 @cache
 def demanded(pattern: re.Pattern[str]) -> tuple[frozenset[str], bool]:
     """Texts, one of which every match has, in small letters and with 0 for each digit (none if it demands none), and
     whether a match may have a line's end in it."""
-    parsed = _parser.parse(pattern.pattern, pattern.flags)
-    found = frozenset(text.lower().translate(_ONE_DIGIT) for text in _demanded(parsed) or ())
-    return found, _spans_lines(parsed)
+    texts = frozenset(text.lower().translate(_ONE_DIGIT) for text in _demanded(_PART.finditer(pattern.pattern)))
+    return texts, bool(_LINE_END.search(_NEGATED.sub("", pattern.pattern)))
 
 
 class Shapes:
@@ -48,40 +54,39 @@ class Shapes:
         return sorted(index for indices in found for index in indices)
 
 
-def _demanded(parts: Any) -> set[str] | None:
-    """Of the texts that a sequence demands, those of which the shortest is longest."""
+def _demanded(parts: Iterator[re.Match[str]]) -> set[str]:
+    """Of the texts that a group demands, those of which the shortest is longest; none if a branch demands none."""
+    branches: list[set[str]] = []
     options: list[set[str]] = []
-    run = ""
-    for kind, value in [*parts, (None, None)]:
-        if kind is op.LITERAL and value != ord("\n"):
-            run += chr(value)
-            continue
-        options.append({run})
-        run = ""
-        if kind is op.SUBPATTERN:
-            options.append(_demanded(value[3]) or set())
-        elif kind is op.BRANCH:
-            branches = [_demanded(branch) for branch in value[1]]
-            options.append(set().union(*filter(None, branches)) if all(branches) else set())
-        elif kind in (op.MAX_REPEAT, op.MIN_REPEAT) and value[0] > 0:
-            options.append(_demanded(value[2]) or set())
+    run, before = "", ""
+    for part in parts:
+        kind = part.lastgroup or ""
+        if kind == "text":
+            run += part["text"]
+        elif part["least"]:  # of what is before it
+            is_there = part["least"].startswith("+") or (part["count"] or "").strip("0") != ""
+            if before == "text":
+                options.append({run if is_there else run[:-1]})
+                run = ""
+            elif not is_there and before in ("open", "look"):
+                options.pop()
+        else:
+            options.append({run})
+            run = ""
+            if kind in ("open", "look"):
+                inner = _demanded(parts)
+                options.append(inner if kind == "open" else set())
+            elif kind in ("bar", "close"):
+                branches.append(_longest(options))
+                options = []
+                if kind == "close":
+                    break
+        before = kind
+    else:
+        branches.append(_longest([*options, {run}]))
+    return set().union(*branches) if all(branches) else set()
+
+
+def _longest(options: Iterable[set[str]]) -> set[str]:
     useful = [option for option in options if option and min(map(len, option)) >= SHORTEST]
-    return max(useful, key=lambda option: min(map(len, option)), default=None)
-
-
-def _spans_lines(parts: Any) -> bool:
-    """Whether a pattern names a line's end."""
-    for kind, value in parts:
-        if kind is op.LITERAL and value == ord("\n"):
-            return True
-        if kind is op.IN and value[0][0] is not op.NEGATE and (op.LITERAL, ord("\n")) in value:
-            return True
-        inner = {
-            op.SUBPATTERN: lambda value: [value[3]],
-            op.BRANCH: lambda value: value[1],
-            op.MAX_REPEAT: lambda value: [value[2]],
-            op.MIN_REPEAT: lambda value: [value[2]],
-        }.get(kind)
-        if inner and any(_spans_lines(each) for each in inner(value)):
-            return True
-    return False
+    return max(useful, key=lambda option: min(map(len, option)), default=set())

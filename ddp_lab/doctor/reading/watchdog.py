@@ -30,7 +30,7 @@ _TORCHCOMMS = re.compile(
     r"(?:Operation timed out after (\d{1,12}) ms|Aborting process on rank \d{1,6} due to timeout)"
 )
 HANG = re.compile(
-    r"Watchdog caught collective operation\s{1,9}timeout|Timed out waiting \d+ms for|Heartbeat monitor timed out"
+    r"Watchdog caught collective operation[ \n]{1,9}timeout|Timed out waiting \d+ms for|Heartbeat monitor timed out"
     r"|Received a dump signal due to a collective timeout|\[TC\].{0,140} (?:Operation timed out after|due to timeout)"
     r"|watchdog got stuck for \d"
 )
