@@ -1,16 +1,32 @@
 """The run record and the flight record: what writes them and what reads them shares these structs.
 
-`docs/run-record.md` says what each field is. A field with a default may be missing in a record that is read.
+The string under a field says what it is. `docs/run-record.md` is printed from these by scripts/print_docs.py. A field
+with a default may be missing in a record that is read.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from ddp_lab.collectives.calls import Call
-from ddp_lab.collectives.ranks import MOST_RANKS
+from ddp_lab.record_rows import (
+    Compiled,
+    Count,
+    Evaluation,
+    Generated,
+    GroupSize,
+    Line,
+    Loss,
+    Memory,
+    Rank,
+    Rate,
+    Resumed,
+    Seconds,
+    Several,
+    Throughput,
+    Traffic,
+)
 
 RECORD_VERSION = 11
 READABLE = (10, RECORD_VERSION)
@@ -22,30 +38,31 @@ COMPLETED = "completed"
 SWEEP_VARIABLE = "DDP_LAB_SWEEP"
 """In the environment of a run: its `SweepPass`, as JSON."""
 
-Line = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
-Count = Annotated[int, Meta(ge=0, le=2**50)]
-Several = Annotated[int, Meta(ge=1, le=2**40)]
-GroupSize = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
-Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
-Seconds = Annotated[float, Meta(ge=1e-9, le=1e9)]
-Rate = Annotated[float, Meta(ge=1e-9, le=1e30)]
-Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Positive = Annotated[float, Meta(ge=0, le=2**50)]
-Milliseconds = Annotated[float, Meta(ge=0, le=1e12)]
-
 
 @dataclass(frozen=True)
 class Ending:
     """How a run ended."""
 
     how: Line
+    """`completed`; `stopped` (SIGUSR1 asked the run to save and end: [slurm.md](slurm.md)); or `failed` (an error
+    of a rank, or of all), `killed` (a rank was killed or crashed), `hung` (a rank did not join a collective within
+    `--timeout-minutes`), `mismatched` (ranks issued different collectives), `interrupted` (by SIGINT, SIGTERM or
+    another signal), `lost` (connections broke and no cause is known)"""
     rank: int | None = None
+    """the rank that was the cause; null if it was not a single one"""
     step: int | None = None
+    """optimizer steps done before the one in which it ended; null outside training"""
     phase: str | None = None
+    """what the rank did: `forward`, `backward`, `gradient_sync`, `optimizer`, `loading data`, `writing a trace`,
+    `training loop` (the rest of a step), or, outside of steps, `saving a checkpoint` and what comes before or after
+    training"""
     collective: str | None = None
+    """the collective that the rank was in, that it issued last, or that it did not join: kind, number in its
+    process group, elements and dtype"""
     message: str | None = None
+    """the message for the user"""
     traceback: str | None = None
+    """of the rank that failed, as in `<run_id>.traceback.txt`; null if there is none"""
 
     @property
     def problem(self) -> str:
@@ -58,173 +75,143 @@ class SweepPass(Struct, frozen=True, kw_only=True):
     """Of which sweep, and of which of its passes, a run is."""
 
     id: Line
+    """UTC time at which it began"""
     family: Line
+    """`ddp`, `sharding` or `parallel`"""
     command: str
+    """what the user typed, without `--resume`"""
     number: Several = 1
+    """number of the pass that the run is of, from 1"""
     passes: Several
+    """how many there are"""
     runs: Count = 0
+    """runs of the sweep when it is finished"""
 
 
 class RunEnd(Struct, kw_only=True):
     """What is in the record of every run."""
 
     choice: Line
+    """the strategy"""
     run_id: Line
+    """UTC time and a random suffix, `20261121-093000-1f2e`; the names of the run's traces start with it"""
     ended: Ending
+    """how the run ended"""
     sweep: SweepPass | None = None
-
-
-class Compiled(Struct):
-    blocks: Count
-    graphs: Count
-    recompilations: dict[str, int]
-    graph_breaks: dict[str, int]
-    seconds: float
-
-
-class Traffic(Struct, kw_only=True):
-    kind: Line
-    count: Count
-    payload_bytes: Count
-    group_size: Count = 0
-    purpose: Line = ""
-    dimension: Line = ""
-    rank: Count | None = None
-    made_of: Line = ""
-    varies: bool = False
-    wire_bytes: Positive | None = None
-
-
-class Throughput(Struct):
-    rank: Rank
-    samples_per_second: float | None
-    tokens_per_second: float | None
-    step_s: Seconds | None
-    data_s: Positive | None
-    collectives_s: Positive | None
-    device_s: Positive | None
-    core_s: Positive | None
-    late_s: float | None
-
-
-class Evaluation(Struct):
-    loss: Loss
-    samples: Count
-    accuracy: Share | None
-    perplexity: float | None = None
-    tokens: Count | None = None
-
-
-class Generated(Struct):
-    prompt: str
-    text: str
-    tokens: Count
-
-
-class Resumed(Struct):
-    step: Count
-    path: str = ""
-    run_id: str = ""
-    changed: dict[str, list[Any]] = {}
-
-
-class Phase(Struct):
-    name: str
-    start_ms: Milliseconds
-    end_ms: Milliseconds
-
-
-class Timeline(Struct):
-    ms: list[Milliseconds]
-    where: list[str]
-    parameters_bytes: list[Count]
-    gradients_bytes: list[Count]
-    optimizer_state_bytes: list[Count]
-    buffers_bytes: list[Count]
-    highest_bytes: list[Count]
-    phases: list[Phase]
-    allocated_bytes: list[Count] | None = None
-
-    def __post_init__(self) -> None:
-        columns = msgspec.structs.asdict(self)
-        if len({len(column) for name, column in columns.items() if name != "phases" and column is not None}) > 1:
-            raise ValueError("columns of different lengths")
-
-
-class Memory(Struct, kw_only=True):
-    """Of a rank."""
-
-    rank: Count
-    parameters_bytes: Count
-    gradients_bytes: Count
-    optimizer_state_bytes: Count
-    buffers_bytes: Count
-    expected_parameters_bytes: Count
-    expected_gradients_bytes: Count
-    expected_optimizer_state_bytes: Count
-    host_bytes: Count | None = None
-    expected_host_bytes: Count | None = None
-    peak_parameters_bytes: Count | None = None
-    peak_gradients_bytes: Count | None = None
-    peak_optimizer_state_bytes: Count | None = None
-    peak_buffers_bytes: Count | None = None
-    peak_model_states_bytes: Count | None = None
-    peak_bytes: Count | None = None
-    peak_ms: Milliseconds | None = None
-    peak_phase: Line | None = None
-    peak_workspace_bytes: Count | None = None
-    peak_reserved_bytes: Count | None = None
-    timeline: Timeline | None = None
-    peak_rss_bytes: Count
-    limit_bytes: Count | None = None
+    """the sweep that the run is of; null for a run by itself"""
 
 
 class RunRecord(RunEnd, kw_only=True):
     """What a run leaves. `config` has every flag."""
 
     schema_version: int = RECORD_VERSION
+    """version of this format; now 11, and 10 is read too"""
     world_size: GroupSize
+    """number of ranks"""
     backend: Line
+    """`gloo` or `nccl` (NCCL runs carry CPU tensors over Gloo)"""
     backend_class: Line
+    """torch's class that carried the model's tensors: `ProcessGroupGloo`, `ProcessGroupNCCL2` (torch's `nccl`) or
+    `ProcessGroupNCCL` (`nccl-legacy`); over the last two references take different times ([cuda.md](cuda.md))"""
     gpu_sharing: Line | None = None
+    """how ranks shared GPUs ([gpu.md](gpu.md#two-ranks-on-one-gpu)): `2 ranks a GPU, side by side` or `in turns`,
+    without either where `--share-gpu` was not given (Gloo); null if each had its own, or there was none"""
     device: Line = "cpu"
+    """`cpu` or `cuda`"""
     device_name: Line
+    """of rank 0: name of the GPU, or number of cores and name of the CPU"""
     host: Line | None = None
+    """host name of rank 0"""
     threads: Several | None = None
+    """threads that torch may use for an operator, on one rank"""
     scheduling: Line | None = None
+    """Linux's scheduling policy of the ranks' threads, with the names of `chrt`: without a GPU `batch` (a thread
+    that wakes does not interrupt another) instead of `other`, the default, unless the user chose one; null on other
+    systems"""
     link_bits_per_s: float | None = None
+    """rate of each rank's link by `--link`, in bits per second; null without it"""
     config: dict[str, Any]
+    """every setting of the run, by the name of its flag; `auto` and a default learning rate are replaced by what
+    was used"""
     versions: dict[str, Line] = {}
+    """of Python and the main packages, and of NCCL where there is a GPU"""
     parameters: Several
+    """number of elements in all parameters; tied ones count once"""
     optimizer: Line
+    """name of the optimizer: `AdamW`"""
     shards: list[Line] = []
+    """those of `parameters`, `gradients` and `optimizer_state` of which a rank holds only its shard at rest"""
     settling_steps: Count
+    """number of first steps that differ from later ones: 2 for `pytorch_ddp` and with `--compile`, otherwise 0;
+    they are in no throughput and no profile"""
     compile: Compiled | None = None
+    """with `--compile`, what torch.compile made on rank 0 until the record was written; else null
+    ([compile.md](compile.md))"""
     expected_traffic: list[Traffic]
+    """the collectives that one rank issues in a full optimizer step, by the strategy's own formula; empty in a run
+    that ended in its first step"""
     start_s: dict[str, float] = {}
+    """seconds from the beginning of rank 0's process until its first step is done, by what it did: `importing`
+    libraries, `joining the ranks`, `reading data` (text becomes tokens), `building the model`, `preparing the
+    strategy` (and counting FLOPs), and the `first step`"""
     train_samples: Several
+    """samples in the training data"""
     step_samples: list[Several]
+    """samples in the global batch of each optimizer step"""
     step_time_s: list[Seconds | None]
+    """wall time of each optimizer step on rank 0, with the loading of the batch; null for steps under the profiler
+    of any rank, and for steps before the run resumed"""
     step_tokens: list[int | None] | None = None
+    """tokens in the global batch of each optimizer step, padding left out; null if the workload has none, and for
+    steps before the run resumed"""
     step_lr: list[float | None] = []
+    """learning rate of each optimizer step; null for steps before the run resumed"""
     step_grad_norm: list[float | None] = []
+    """2-norm of each optimizer step's gradient over the whole model, before clipping; null for steps that were
+    skipped, and for steps before the run resumed"""
     step_expert_tokens: list[list[list[Count]] | None] | None = None
+    """with `ep`, for each optimizer step and layer how many tokens of the global batch chose each expert; null for
+    steps before the run resumed; null without `ep`"""
     step_loss_scale: list[float | None] | None = None
+    """in fp16 the loss scale of each optimizer step ([loss_scaling.md](how-it-works/loss_scaling.md)), null for
+    steps before the run resumed; null in other precisions"""
     skipped_steps: list[Count] = []
+    """numbers, from 0, of the optimizer steps that overflowed in fp16 and changed nothing; they count as steps, and
+    those before the run resumed are not among them"""
     samples_per_second: Rate | None
+    """samples of all ranks per second, over the timed steps without the first and the `settling_steps`; null if
+    there are none"""
     tokens_per_second: Rate | None
+    """tokens of all ranks per second, over the same steps; null if there are none"""
     step_time_median_s: float | None = None
+    """median of the same steps' times"""
     throughput: list[Throughput] = []
+    """a row for each rank; empty in a run that ended before"""
     model_flops_per_sample: float | None = None
+    """floating-point operations of forward and backward that one sample needs ([below](#model-flops)); null if they
+    cannot be counted"""
     model_flops_per_second: Rate | None
+    """these times `samples_per_second`: of all ranks together; null without either"""
     train_loss: list[Loss | None]
+    """mean loss over the samples, or the tokens, of the global batch, for each optimizer step, in nats if it is a
+    cross-entropy; null for a skipped step whose loss was not finite"""
     eval_samples: Count
+    """held-out samples in the data"""
     eval: Evaluation | None
+    """after training, over all held-out samples, each exactly once; null in a run that ended before, or with
+    `--no-eval`"""
     generated: Generated | None = None
+    """with `--generate`, what the model wrote; else null"""
     resumed_from: Resumed | None
+    """the checkpoint that the run resumed from ([checkpoints.md](checkpoints.md)); null if it did not resume"""
     notes: list[str] = []
+    """sentences on what was left out of the data, and on what the strategy decided, such as what it left out"""
     memory: list[Memory]
+    """a row for each rank: what it holds at rest after a step, and what it held during one; empty in a run that
+    ended before"""
     verdict: list[str] = []
+    """two lines: what limits the step and what to try next ([below](#the-verdict)); empty in a run that ended
+    early"""
 
 
 class FlightRecord(Struct, kw_only=True):

@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from ddp_lab.collectives.ranks import Ranks
-from ddp_lab.record_format import READABLE, Count, Ending, Line, Rate, RunRecord
+from ddp_lab.record_format import READABLE, Ending, RunRecord
+from ddp_lab.record_rows import Count, Line, Rate
 from ddp_lab.runtime.config import FLAGS
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted, json_bytes

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,6 +28,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.loop import PHASES
 from ddp_lab.runtime.run import run, train_and_record
+from scripts.print_docs import fields_of, printed
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -96,19 +97,11 @@ def require_documented(record: dict[str, Any], trace: Path):
     assert set(PHASES) <= set(rows)
 
 
-def fields_of(kind: Any) -> list[str]:
-    """The fields of a record, those of a struct within as `outer.inner`, of a list of them as `outer[].inner`."""
-    found = []
-    for name, hint in get_type_hints(kind).items():
-        of_list = next((get_args(one) for one in (hint, *get_args(hint)) if get_origin(one) is list), ())
-        structs = {one for one in (hint, *get_args(hint), *of_list) if hasattr(one, "__annotations__")}
-        found += [name, *(f"{name}{'[]' * bool(of_list)}.{field}" for one in structs for field in fields_of(one))]
-    return found
-
-
 def test_every_field_of_a_record_is_documented():
-    assert sorted(documented("run-record.md")) == sorted(fields_of(RunRecord))
-    section = (DOCS / "run-record.md").read_text().split("## The flight record")[1]
+    page = (DOCS / "run-record.md").read_text()
+    assert all(fields_of(RunRecord).values())
+    assert printed(page) == page, "python -m scripts.print_docs prints it anew"
+    section = page.split("## The flight record")[1]
     rows = re.findall(r"^\| ([\w\[\].,_ ]+) \|", section, re.MULTILINE)[1:]
     assert ", ".join(rows).split(", ") == [name for name in fields_of(FlightRecord) if name != "entries"]
 

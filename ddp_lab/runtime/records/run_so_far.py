@@ -20,13 +20,12 @@ from ddp_lab.machine import device_name, package_versions
 from ddp_lab.record_format import (
     COMPLETED,
     SWEEP_VARIABLE,
-    Compiled,
     Ending,
     FlightRecord,
     RunRecord,
     SweepPass,
-    Traffic,
 )
+from ddp_lab.record_rows import Compiled, Traffic
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import Ranks, backend_class
