@@ -52,6 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the cases that are left, run one seventh: the date's, so that a week covers all",
     )
 
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where ranks compute")
+    parser.addoption("--backend", default="auto", help="gloo, nccl or nccl-legacy")
+    parser.addoption("--share-gpu", action="store_true", help="ranks share GPUs")
+    parser.addoption("--ranks", type=int, default=2, help="of tests/on_gpu")
+    parser.addoption("--quick", action="store_true", help="less of each test of tests/on_gpu")
+    parser.addoption("--only", help="names of tests of tests/on_gpu, with commas between")
+    parser.addoption("--check-folder", type=Path, help="where tests/on_gpu leaves its page and logs")
+
 
 HERE = Path(__file__).parent
 LONGEST_IN_CI_S = 60
@@ -133,10 +141,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Any]:
-    """`ranks.run(world_size, function, *args)` runs a function on real ranks over Gloo."""
+def ranks(pytestconfig: pytest.Config) -> Iterator[Any]:
+    """`ranks.run(world_size, function, *args)` runs a function on real ranks, over Gloo unless `--device` says cuda."""
     from tests.ranks import RankPool  # imports torch, which xdist's controller has no use for
 
-    pool = RankPool()
+    pool = RankPool(*(pytestconfig.getoption(name) for name in ("device", "backend", "share_gpu")))
     yield pool
     pool.close()

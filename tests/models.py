@@ -11,6 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 FEATURES = 6
+DEVICE = torch.device("cpu")
+"""Of this process: where `build` and `make_batch` put what they make. Ranks of `tests.ranks` set it."""
 
 
 def batch(samples: int, seed: int) -> dict[str, Tensor]:
@@ -503,7 +505,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "spiked": Spiked,
         "linear": partial(nn.Linear, 8, 8, bias=False),
         LORA: llama_with_adapters,
-    }[name]()  # type: ignore[operator]
+    }[name]().to(DEVICE)  # type: ignore[operator]
 
 
 def masked_batch(samples: int, seed: int) -> dict[str, Tensor]:
@@ -516,6 +518,11 @@ def masked_batch(samples: int, seed: int) -> dict[str, Tensor]:
 
 
 def make_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in host_batch(model, samples, seed).items()}
+
+
+def host_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:
+    """The same on the CPU, wherever models are."""
     if model.endswith("masked"):
         return masked_batch(samples, seed)
     if model.endswith("documents"):

@@ -5,7 +5,6 @@ For each number of ranks there is one group of processes that lives as long as t
 does not end in time kills its group; the next one starts a new one.
 """
 
-import datetime
 import gc
 import itertools
 import os
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.process.environment import schedule_as_batch
 from ddp_lab.strategy.communication import groups
 
@@ -45,7 +45,7 @@ FORK_SERVER.set_forkserver_preload(
 
 def by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
     """How a tensor goes through a pipe. By torch's own way each is a file in shared memory, and a connection."""
-    data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return made_of, (data, tensor.dtype, tensor.shape)
 
 
@@ -65,9 +65,14 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """Runs functions on several ranks at once."""
+    """Runs functions on several ranks at once.
 
-    def __init__(self) -> None:
+    Args:
+        device, backend, share_gpu: As of a run. Small models, and their batches, are made on a rank's device.
+    """
+
+    def __init__(self, device: str = "cpu", backend: str = "auto", share_gpu: bool = False) -> None:
+        self.config = RunConfig(device=device, backend=backend, share_gpu=share_gpu, timeout_minutes=1.0)
         self._groups: dict[int, list[tuple[Any, Connection]]] = {}
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
         self._group_ids = itertools.count()
@@ -122,12 +127,13 @@ class RankPool:
             self._stop(world_size)
 
     def _start(self, world_size: int) -> list[tuple[Any, Connection]]:
-        name, workers = f"group {next(self._group_ids)}", []
+        attempt, workers = next(self._group_ids), []
         for rank in range(world_size):
             ours, theirs = FORK_SERVER.Pipe()
-            process = FORK_SERVER.Process(
-                target=serve, args=(theirs, name, rank, world_size, self._store.port), daemon=True
-            )
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port}
+            place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}  # the pool's store
+            process = FORK_SERVER.Process(target=serve, args=(theirs, self.config, place), daemon=True)
             process.start()
             theirs.close()
             workers.append((process, ours))
@@ -148,17 +154,24 @@ def kept_groups() -> set[Any]:
     return {*groups._groups_of_roots.get(world, ()), groups._side_groups.get(world)}
 
 
-def serve(connection: Connection, group: str, rank: int, world_size: int, port: int) -> None:
-    """Body of a worker: run jobs until the other end closes."""
+def serve(connection: Connection, config: RunConfig, place: dict[str, Any]) -> None:
+    """Body of a worker: run jobs until the other end closes.
+
+    Args:
+        place: What `torchrun` would have set.
+    """
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
+    from ddp_lab.runtime.distributed import joined
+    from ddp_lab.runtime.groups import host_barrier
+    from tests import models
+
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")  # images may set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     schedule_as_batch()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    timeout = datetime.timedelta(seconds=60)
-    store = dist.PrefixStore(group, dist.TCPStore("127.0.0.1", port, timeout=timeout))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    os.environ.update({name: str(value) for name, value in place.items()})
+    models.DEVICE = joined(config).device
     gc.freeze()  # what is imported by now is not looked through by each collection that follows
     while True:
         try:
@@ -172,7 +185,7 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
                 for of_this_job in made:
                     dist.destroy_process_group(of_this_job)
                 gc.collect()  # strategies, and with them their groups, whose threads wake a hundred times a second
-            dist.barrier()
+            host_barrier()
         except Exception as error:  # reported to the test, whatever it is
             answer = (False, (str(error), traceback.format_exc()))
         connection.send(answer)

@@ -87,6 +87,7 @@ LAYERS = (
         "ddp_lab.collectives",
         "ddp_lab.machine",
         "ddp_lab.record_format",
+        "ddp_lab.record_rows",
         "ddp_lab.progress",
         "ddp_lab.untrusted",
         "ddp_lab.writing",
@@ -94,10 +95,7 @@ LAYERS = (
     ("ddp_lab.strategy",),
     ("ddp_lab.runtime",),
     STRATEGIES,
-    tuple(
-        f"ddp_lab.{name}"
-        for name in ["families", "choices", "analysis", "sweep", "parity", "planner", "doctor", "gpu_check"]
-    ),
+    tuple(f"ddp_lab.{name}" for name in ["families", "choices", "analysis", "sweep", "parity", "planner", "doctor"]),
     ("ddp_lab",),
 )
 """From below to above. A module is in the first that names it or a package around it."""

@@ -10,7 +10,7 @@ from torch import nn
 
 import ddp
 import sharding
-from ddp_lab.gpu_check.parts import ROOT
+from ddp_lab.commands.check_gpu import ROOT
 from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.stream_checker.check import STEPS, check
 from pipeline_parallel.schedules import SCHEDULES

@@ -6,8 +6,9 @@
     ddp-lab check-gpu --share-gpu 2         # two ranks on one GPU
     ddp-lab check-gpu --cpu                 # over Gloo, always quick; so it is on a machine without a GPU
 
-Each part prints its verdict in a line as it ends. A part that fails stops no other. At the end there is one folder, and
-in it one page, report.md, to send as an issue. Exit code 0: no part failed. 1: some did. 2: wrong command line.
+The parts are the tests of tests/on_gpu (pytest -m gpu). Each case prints its verdict in a line as it ends. A case that
+fails stops no other. At the end there is one folder, and in it one page, report.md, to send as an issue. Exit code 0:
+no part failed. 1: some did. 2: wrong command line.
 """
 
 import argparse
@@ -20,21 +21,22 @@ from ddp_lab.runtime.cli import OneLineParser, at_least, require_checkout
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.process.environment import has_gpu
 
+ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
-    "environment": ("facts:environment", 1),
-    "topology": ("facts:topology", 2),
-    "backends": ("facts:backends", 1),
-    "parity": ("proofs:parity", 1),
-    "waits": ("proofs:waits", 1),
-    "sanitizer": ("proofs:sanitizer", 1),
-    "resume": ("proofs:resume", 1),
-    "all-reduce": ("speed:curve", 2),
-    "faults": ("proofs:faults", 2),
-    "originals": ("speed:beside_originals", 1),
-    "sweep": ("speed:sweep_sample", 1),
-    "sweep bf16": ("speed:sweep_llm", 1),
+    "environment": 1,
+    "topology": 2,
+    "backends": 1,
+    "parity": 1,
+    "waits": 1,
+    "sanitizer": 1,
+    "resume": 1,
+    "all_reduce": 2,
+    "faults": 2,
+    "originals": 1,
+    "sweep": 1,
+    "sweep_bf16": 1,
 }
-"""Each with where it is in `ddp_lab.gpu_check`, and how many GPUs it needs."""
+"""How many ranks each needs. A part is the test of its name."""
 MOST_RANKS = 8
 
 
@@ -53,7 +55,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parser = build_parser()
     options = parser.parse_args(arguments)
     require_checkout("check-gpu")
@@ -75,11 +76,18 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--output-dir {options.output_dir}: it holds files already; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     ranks = options.ranks or options.share_gpu or (min(gpus, MOST_RANKS) if gpus else 2)
-    from ddp_lab.gpu_check.check import check, parts  # of the repository: an installed wheel lacks them
-    from ddp_lab.gpu_check.parts import Machine
+    return run_tests(wanted, ranks, gpus, folder, bool(options.share_gpu), options.quick or not gpus)
 
-    machine = Machine(ranks, gpus, folder, options.quick or not gpus, shares_gpu=options.share_gpu is not None)
-    return check(machine, parts({name: PARTS[name] for name in PARTS if name in wanted}))
+
+def run_tests(parts: Sequence[str], ranks: int, gpus: int, folder: Path, shares_gpu: bool, is_quick: bool) -> int:
+    """Exit code 0 if all parts hold."""
+    import pytest  # of the development group, as the tests are of a checkout
+
+    asked = ["-m", "gpu", "-n", "0", "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
+    asked += ["--device", "cuda" if gpus else "cpu", "--ranks", str(ranks), "--check-folder", str(folder)]
+    asked += ["--share-gpu"] * shares_gpu + ["--quick"] * is_quick
+    asked += ["--only", ",".join(parts), "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    return int(pytest.main([*asked, str(ROOT / "tests" / "on_gpu")]) != 0)
 
 
 def usable_gpus() -> int:
