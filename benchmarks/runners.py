@@ -21,11 +21,11 @@ from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.loop import Unwatched, train
-from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
+from ddp_lab.runtime.profiling.memory import allocations_of, counting_on_all_threads
 from ddp_lab.strategy.account import Collective, ModelSize, expected_state_bytes, storage_bytes
 from ddp_lab.strategy.batches import MicroBatch, StepData
-from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.precision import autocast
+from ddp_lab.strategy.building import autocast
+from ddp_lab.strategy.modules import find_blocks
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 from ddp_lab.strategy.strategy import Strategy

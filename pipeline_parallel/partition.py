@@ -12,7 +12,7 @@ from typing import cast
 from torch import nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.blocks import find_blocks, parts_around
+from ddp_lab.strategy.modules import find_blocks, parts_around
 from tensor_parallel.plan import matches
 
 Chain = list[tuple[str, nn.Module]]

@@ -14,8 +14,8 @@ from torch.profiler import record_function
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.runtime.mesh import PIPELINE
-from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.account import Collective
+from ddp_lab.strategy.modules import tensors_in
 from pipeline_parallel.actions import Action, Compute, Kind, Shape, arrived_by, list_of, messages_of
 from pipeline_parallel.channels import Channel, Channels, Receipt
 from pipeline_parallel.split_backward import WeightGradients

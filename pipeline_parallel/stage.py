@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import AgreedError, OneRankError
-from ddp_lab.runtime.tensors import first_of, with_first
+from ddp_lab.strategy.modules import first_of, with_first
 from pipeline_parallel.channels import NOTHING, Channel
 from pipeline_parallel.partition import Chain
 from tensor_parallel.sequence import Tokens

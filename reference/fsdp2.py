@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import REPLICATE, SHARD
-from ddp_lab.runtime.tensors import TensorsBeside
 from ddp_lab.strategy.account import Collective, ModelSize, Piece, require_matching_state, shapes_of, storage_bytes
-from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
+from ddp_lab.strategy.modules import TensorsBeside, find_blocks
 from ddp_lab.strategy.optimizers import MakeOptimizer, copy_attributes, require_elementwise
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.strategy import Strategy

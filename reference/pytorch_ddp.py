@@ -18,11 +18,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.tensors import TensorsBeside
 from ddp_lab.strategy.account import Collective, ModelSize
 from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.communication.bf16 import Bf16
 from ddp_lab.strategy.communication.int8 import Int8
+from ddp_lab.strategy.modules import TensorsBeside
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 

@@ -16,10 +16,10 @@ from torch.distributed import pipelining as torchs
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import PIPELINE, MeshGroups
-from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.model_parallel import ModelParallel
+from ddp_lab.strategy.modules import tensors_in
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 from pipeline_parallel.parallelize import parallelize_for
 from pipeline_parallel.runner import Pipeline

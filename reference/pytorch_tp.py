@@ -29,8 +29,8 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import CONTEXT, DATA, PIPELINE, SHARD, TENSOR, MeshGroups
 from ddp_lab.strategy.account import Collective
+from ddp_lab.strategy.building import require_own_memory
 from ddp_lab.strategy.capabilities import MeshRefusal
-from ddp_lab.strategy.communication.consistency import require_own_memory
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.replicated import ReplicatedStrategy

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ddp.buckets import DEFAULT_CAP_MB
 from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.strategy.account import Collective
-from ddp_lab.strategy.module_hooks import ModuleHook
+from ddp_lab.strategy.modules import ModuleHook
 from sharding.parts.gradient_buckets import ShardedGradientBucket
 from sharding.parts.plan import around_units, plan_units
 from sharding.parts.sharded import ShardedStrategy

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import TENSOR, MeshGroups
-from ddp_lab.runtime.tensors import with_first
 from ddp_lab.strategy.batches import IGNORED
-from ddp_lab.strategy.communication.consistency import require_own_memory
+from ddp_lab.strategy.building import require_own_memory
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
+from ddp_lab.strategy.modules import with_first
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
 from tensor_parallel.cuts import CutParameters, cut_evenly, cut_in_parts, is_transposed, weight_of
 from tensor_parallel.layers import RowParallel, VocabularyParallelEmbedding, WholeVocabulary

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.runtime.tensors import with_first
+from ddp_lab.strategy.modules import with_first
 from tensor_parallel.operators import Copy
 from tensor_parallel.randomness import OwnRandomNumbers
 from tensor_parallel.sequence import Tokens

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddp_lab.runtime.tensors import tensors_in
+from ddp_lab.strategy.modules import tensors_in
 from tensor_parallel.operators import Gather, Scatter, own_part
 
 

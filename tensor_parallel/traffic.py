@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ddp_lab.strategy.account import Collective
-from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.building import AUTOCAST, DTYPES
 from ddp_lab.strategy.communication.collectives import expected_all_gathers, expected_reduce_scatters
+from ddp_lab.strategy.modules import find_blocks
 from ddp_lab.strategy.options import NO_RECOMPUTATION
-from ddp_lab.strategy.precision import AUTOCAST, DTYPES
 from tensor_parallel import cross_entropy
 from tensor_parallel.plan import enclosing
 from tensor_parallel.region import Ranks

@@ -26,8 +26,8 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.strategy.batches import StepData
+from ddp_lab.strategy.building import DTYPES, autocast, bring_to
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.strategy.precision import DTYPES, autocast, bring_to
 from ddp_lab.strategy.registry import found_at
 from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import local

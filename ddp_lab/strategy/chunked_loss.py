@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, linear, pad
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.strategy.batches import IGNORED
-from ddp_lab.strategy.module_hooks import ModuleHook
+from ddp_lab.strategy.modules import ModuleHook
 
 FLAG = "--loss-chunks"
 

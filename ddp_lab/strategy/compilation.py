@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.modules import find_blocks
 
 MOST_COMPILATIONS = 100_000
 """Of which torch keeps figures: the last 64, unless told otherwise."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.runtime.groups import exchange_device
 from ddp_lab.strategy.account import EVERYONE, Collective
-from ddp_lab.strategy.communication import observer
+from ddp_lab.strategy.gradient_watch import agree_on_sequence, digest
 
 LACKS_ANY, WANTS_TO_STOP, IS_UNKNOWN = 1, 2, 4
 """Flags of counts: no micro-batch to repeat if others hold more; asked to stop after this step; nothing known yet."""
@@ -129,8 +129,8 @@ class Exchange:
         Returns:
             The rows of all ranks, and the sums of the shares, (2,) on the module's device.
         """
-        in_model = observer.digest(self._model) if self._model is not None else 0
-        row = [*following, observer.digest(self._group), in_model, digest_of(received)]
+        in_model = digest(self._model) if self._model is not None else 0
+        row = [*following, digest(self._group), in_model, digest_of(received)]
         if self.shares_stay_on_device:
             exchange = self._begin(row, self._everyone)  # while the device makes the shares
             shares = make_shares()
@@ -149,13 +149,13 @@ class Exchange:
             SequenceError: on every rank of a group in which they differ, or come in another order.
         """
         in_group = (rows[rank][OF_GROUP] for rank in self._members)
-        if differ(in_group) and (problem := observer.agree_on_sequence(self._group)):
+        if differ(in_group) and (problem := agree_on_sequence(self._group)):
             raise problem
         if self._model is None:
             return
         size, digests = dist.get_world_size(self._model), [row[OF_MODEL] for row in rows]
         is_same = not any(differ(digests[first : first + size]) for first in range(0, len(rows), size))
-        if not is_same and (problem := observer.agree_on_sequence(self._model, self._everyone)):
+        if not is_same and (problem := agree_on_sequence(self._model, self._everyone)):
             raise problem
 
     def used(self, rows: Rows, received: Sequence[bool]) -> Sequence[bool]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
 from ddp_lab.strategy.batches import Progress, Weighted
-from ddp_lab.strategy.communication.consistency import require_none_unfrozen
+from ddp_lab.strategy.building import autocast, require_none_unfrozen
 from ddp_lab.strategy.communication.place import Place
 from ddp_lab.strategy.exchange import (
     UNKNOWN,
@@ -33,7 +33,6 @@ from ddp_lab.strategy.exchange import (
 )
 from ddp_lab.strategy.gradient_watch import given_gradient
 from ddp_lab.strategy.hooks import Hooks
-from ddp_lab.strategy.precision import autocast
 from ddp_lab.strategy.verdict import Verdict, nonfinite_error, update_unless
 
 PIPELINE_HINT = (

@@ -35,8 +35,7 @@ from torch.utils.checkpoint import (
 )
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.runtime.tensors import tensors_in
-from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.modules import find_blocks, tensors_in
 from ddp_lab.strategy.options import NO_RECOMPUTATION, SELECTIVE
 
 FLAG = "--activation-checkpointing"

@@ -58,7 +58,7 @@ class Strategy(Hooks):
         from ddp_lab.strategy import building, optimizers
         from ddp_lab.strategy.forward_backward import ForwardBackward
         from ddp_lab.strategy.groups import Groups
-        from ddp_lab.strategy.module_hooks import refuse_new_parameters
+        from ddp_lab.strategy.modules import refuse_new_parameters
         from ddp_lab.strategy.options import StrategyOptions
 
         # Groups

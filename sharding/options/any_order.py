@@ -12,7 +12,7 @@
   everything is unsharded before the first reduction.
 - Activation checkpoints, which run units again in backward, and frozen parameters (`sharding.options.units`).
 - Embeddings, which are freed after forward: backward does not read their weights.
-- Under autocast, copies of the linear layers' weights come and go with their unit (`sharding.options.low_precision`).
+- Under autocast, copies of the linear layers' weights come and go with their unit (`sharding.options.units`).
 - Backward outside of a micro-batch, whose gradients nobody wants: they are dropped, and nothing is reduced.
 """
 
@@ -24,11 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.account import Collective
-from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
-from ddp_lab.strategy.module_hooks import ModuleHook
+from ddp_lab.strategy.modules import ModuleHook, find_blocks, tensors_in
 from ddp_lab.strategy.strategy import Strategy
 from sharding.options.order import DIFFERS, ExecutionOrder, in_backward
 from sharding.options.units import Block, Embeddings

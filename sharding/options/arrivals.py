@@ -5,9 +5,8 @@ from functools import partial
 
 from torch import nn
 
-from ddp_lab.strategy.blocks import parts_around
 from ddp_lab.strategy.communication.collectives import Pending
-from ddp_lab.strategy.module_hooks import ModuleHook
+from ddp_lab.strategy.modules import ModuleHook, parts_around
 from sharding.parts.flat import FlatParameters
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import checkpoint
 
-from ddp_lab.strategy.module_hooks import ModuleHook
+from ddp_lab.strategy.modules import ModuleHook
 from sharding.options.units import Block
 from sharding.parts.unit import Action, Unit
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.account import ModelSize
+from ddp_lab.strategy.building import DTYPES
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.strategy.precision import DTYPES
 
 
 class Offload(NamedTuple):

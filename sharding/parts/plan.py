@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ddp_lab.strategy.blocks import find_blocks, uses_of_parameters
+from ddp_lab.strategy.modules import find_blocks, uses_of_parameters
 from ddp_lab.strategy.replicated import bytes_of
 
 

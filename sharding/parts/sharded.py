@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.runtime.mesh import REPLICATE
 from ddp_lab.strategy.account import Collective, ModelSize, Piece, clip_parts, require_matching_state, shapes_of
-from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.building import cast_inputs
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.communication.collectives import (
     all_gather,
@@ -18,10 +18,9 @@ from ddp_lab.strategy.communication.collectives import (
 )
 from ddp_lab.strategy.gradient_watch import given_gradient
 from ddp_lab.strategy.groups import Groups
-from ddp_lab.strategy.module_hooks import keep_from_being_read
+from ddp_lab.strategy.modules import find_blocks, keep_from_being_read
 from ddp_lab.strategy.optimizers import MakeOptimizer, hand_over, require_elementwise, require_given_up
 from ddp_lab.strategy.optimizers import Part as OptimizerPart
-from ddp_lab.strategy.precision import cast_inputs
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.strategy import Strategy
 from sharding.options.placement import Placement

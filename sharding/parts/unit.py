@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.communication.collectives import Pending, all_gather
 from ddp_lab.strategy.groups import Groups
+from ddp_lab.strategy.modules import tensors_in
 from sharding.options.placement import Placement
 from sharding.parts.flat import FlatParameters, group_by_kind
 from sharding.parts.gradient_buckets import ShardedGradientBucket

@@ -19,8 +19,7 @@ from ddp_lab.runtime.watch.cause import RankReport, first_cause
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.rank_state import ExitReason, RankState, find_mismatch, kind_of
 from ddp_lab.runtime.watch.sequence import recorded_collectives
-from ddp_lab.strategy.communication.observer import agree_on_sequence, digest, follow_gradients
-from ddp_lab.strategy.gradient_watch import GradientWatch
+from ddp_lab.strategy.gradient_watch import GradientWatch, agree_on_sequence, digest, follow_gradients
 from tests.ranks import RankPool
 from tests.tables import each_row
 

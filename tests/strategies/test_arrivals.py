@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.modules import find_blocks
 from sharding.options.arrivals import Arrivals
 from tests.tables import each_row
 

@@ -8,10 +8,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
+from ddp_lab.runtime.profiling.memory import allocations_of, counting_on_all_threads
 from ddp_lab.strategy.batches import IGNORED
+from ddp_lab.strategy.building import autocast, bring_to
 from ddp_lab.strategy.chunked_loss import ChunkedCrossEntropy, chunk_loss
-from ddp_lab.strategy.precision import autocast, bring_to
 from tests.models import build, make_batch
 from tests.tables import each_row
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.strategy.options import StrategyOptions
-from sharding.options.low_precision import LowPrecisionWeights
+from sharding.options.units import LowPrecisionWeights
 from tests.models import FEATURES, answer, batch, build, make_batch
 from tests.parity import OPTIMIZERS, load, one_step
 from tests.ranks import RankPool

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.communication.consistency import require_own_memory
+from ddp_lab.strategy.building import require_own_memory
+from ddp_lab.strategy.modules import find_blocks
 from sharding.options.order import merge_orders
 from sharding.parts.flat import ALIGNMENT, Layout, group_by_kind
 from sharding.parts.plan import around_units, find_embeddings, plan_units

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.runtime.errors import OneRankError
-from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
+from ddp_lab.runtime.profiling.memory import allocations_of, counting_on_all_threads
 from ddp_lab.strategy.recompute import checkpoint_activations
 from tests.models import LORA, build, make_batch
 from tests.tables import each_row

@@ -13,7 +13,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0
-from ddp_lab.strategy.module_hooks import names_alone
+from ddp_lab.strategy.modules import names_alone
 from ddp_lab.strategy.strategy import Strategy
 
 TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM"}

@@ -63,7 +63,7 @@ def build_workload(config: RunConfig) -> "Workload":
     """
     from ddp_lab.runtime.groups import on_every_rank
     from ddp_lab.runtime.watch.phases import READING, between_steps
-    from ddp_lab.strategy.precision import bring_to
+    from ddp_lab.strategy.building import bring_to
 
     between_steps(READING)
     on_every_rank(lambda: require_found(config))

@@ -17,10 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import PHASES, Unwatched, train
-from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads, profiled_events
-from ddp_lab.runtime.profiling.memory import COMPONENTS
-from ddp_lab.runtime.tensors import tensors_in
+from ddp_lab.runtime.profiling.memory import COMPONENTS, allocations_of, counting_on_all_threads, profiled_events
 from ddp_lab.strategy.batches import StepData
+from ddp_lab.strategy.modules import tensors_in
 from ddp_lab.strategy.strategy import Strategy
 
 MARK = "memory sample "

@@ -41,8 +41,7 @@ from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.on_device import DeviceCollectives, only_orders_streams
 from ddp_lab.runtime.watch.phases import current_step, waited, waiting
 from ddp_lab.runtime.watch.rank_state import ADVICE, NUMBERS, RankNames, find_mismatch
-from ddp_lab.strategy.communication.observer import observe
-from ddp_lab.strategy.gradient_watch import GradientWatch
+from ddp_lab.strategy.gradient_watch import GradientWatch, observe
 
 HOOK_ID = 7_318_211
 """Any number that nobody else uses for hooks."""
@@ -115,7 +114,7 @@ class CollectiveRecorder:
         return [made.group_name for made, ranks in self._groups if ranks == members]
 
     def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup) -> SequenceError | None:
-        """See `communication.observer.agree_on_sequence`."""
+        """See `gradient_watch.agree_on_sequence`."""
         everyone: list[Any] = [None] * dist.get_world_size(among)
         dist.all_gather_object(everyone, self._flight.state(), group=among)
         self._digests.update(dict.fromkeys(self._alike(group), 0))  # on all its ranks alike

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_lab.runtime.profiling.allocations import workspace_changes
-from ddp_lab.runtime.profiling.memory import COMPONENTS
+from ddp_lab.runtime.profiling.memory import COMPONENTS, workspace_changes
 from ddp_lab.runtime.profiling.memory_timeline import (
     build_timeline,
     model_states,
