@@ -51,7 +51,7 @@ OPERATORS = {
 
 PACED, GLOO = "paced::", "gloo:"
 """`--link` (docs/link.md) makes operators `paced::all_reduce` and so on, which last as long as Gloo's spans would over
-such links; Gloo's own spans are as they are in memory. `paced::_reduce_scatter_base_` issues, as `c10d::` ones do."""
+such links; Gloo's own spans are as they are in memory."""
 
 
 def with_paced_names(events: list[Any]) -> list[Any]:
@@ -61,8 +61,7 @@ def with_paced_names(events: list[Any]) -> list[Any]:
         return events
     for event, name in named:
         if name.startswith(PACED):
-            kind = name.removeprefix(PACED)
-            event.name = f"c10d::{kind}" if kind.startswith("_") else GLOO + kind
+            event.name = GLOO + name.removeprefix(PACED)
     return [event for event, name in named if not name.startswith(GLOO)]
 
 

@@ -14,37 +14,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.runtime.link.ledger import SLOTS, Ledger
-from ddp_lab.runtime.link.schedule import Schedule
+from ddp_lab.runtime.link.ledger import SLOTS, Ledger, Schedule
 
 PR_SET_TIMERSLACK = 29
 ENDING_S = 1.0
 """How long the end of a group waits for its last deliveries."""
 Result = TypeVar("Result")
 NAMESPACE = "paced"
-OPERATORS = {
-    **dict.fromkeys(
-        ("all_reduce", "all_gather", "broadcast", "scatter", "gather", "all_to_all", "barrier", "send", "recv"),
-        "Tensor? shown",
-    ),
-    "_reduce_scatter_base_": "Tensor output, Tensor whole",
-}
-"""Name and arguments of operators that do what Python tells them to, so that a profile shows them, with shapes, on any
-thread. `record_function` shows no shapes, and on threads that torch has not started it needs a profile of all threads
+OPERATORS = ("all_reduce", "all_gather", "broadcast", "scatter", "gather", "all_to_all", "barrier", "send", "recv")
+"""Operators that do what Python tells them to, so that a profile shows them, with the shape of a tensor, on any thread.
+`record_function` shows no shapes, and on threads that torch has not started it needs a profile of all threads
 (`profile_all_threads`), as these do."""
 _doing = threading.local()
 _library = torch.library.Library(NAMESPACE, "DEF")
-for _name, _arguments in OPERATORS.items():
-    _library.define(f"{_name}({_arguments}) -> ()")
+for _name in OPERATORS:
+    _library.define(f"{_name}(Tensor? shown) -> ()")
     _library.impl(_name, lambda *_: _doing.now(), "CompositeExplicitAutograd")
 
 
-def as_operator(name: str, tensors: tuple[Tensor | None, ...], do: Callable[[], Result]) -> Result:
-    """What `do` returns, called within the operator `paced::<name>` of these tensors."""
+def as_operator(name: str, shown: Tensor | None, do: Callable[[], Result]) -> Result:
+    """What `do` returns, called within the operator `paced::<name>` of a tensor."""
     results: list[Result] = []
     _doing.now = lambda: results.append(do())
     try:
-        getattr(getattr(torch.ops, NAMESPACE), name)(*tensors)
+        getattr(getattr(torch.ops, NAMESPACE), name)(shown)
     finally:
         del _doing.now  # it holds tensors
     return results[0]
@@ -108,21 +101,13 @@ class Delivery:
         self._thread = Thread(target=self._run, name=f"links of group {name}", daemon=True)
         self._thread.start()
 
-    def send(
-        self,
-        kind: str,
-        shown: Tensor | None,
-        messages: Schedule,
-        issue: Callable[[], Any],
-        values: Callable[[Any], Any] = lambda moved: moved,
-    ) -> PacedWork:
+    def send(self, kind: str, shown: Tensor | None, messages: Schedule, issue: Callable[[], Any]) -> PacedWork:
         """Issue, and deliver when it is due. Waits while too many are on their way.
 
         Args:
             kind: One of `OPERATORS`, which a trace shows until it is delivered.
             shown: The tensor whose shape its span shows, if any.
             issue: Lets Gloo move it; answers with Gloo's future, or its work where it has no future.
-            values: Makes the value of the future that the caller gets from that of Gloo's.
         """
         self._room.acquire()
         self._count += 1
@@ -131,13 +116,13 @@ class Delivery:
         moved, delivered = issue(), torch.futures.Future[Any]()
 
         def wait() -> Any:
-            result = values(moved.wait())
+            result = moved.wait()
             time.sleep(max(0.0, self._ledger.delivery(*place, self._members, messages) - time.monotonic()))
             return result
 
         def deliver() -> None:
             try:
-                result = as_operator(kind, (shown,), wait)
+                result = as_operator(kind, shown, wait)
             except Exception as error:  # the caller's, whatever it is
                 result = Failure(error)
             delivered.set_result(result)

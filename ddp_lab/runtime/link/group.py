@@ -24,16 +24,16 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
-    HookOpName,
+    ReduceScatterOptions,
     ScatterOptions,
     _unregister_process_group,
 )
 
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
-from ddp_lab.runtime.link import schedule
-from ddp_lab.runtime.link.delivery import Delivery, as_operator
-from ddp_lab.runtime.link.ledger import Ledger, make_file
+from ddp_lab.runtime.link import ledger
+from ddp_lab.runtime.link.delivery import Delivery
+from ddp_lab.runtime.link.ledger import Ledger
 from ddp_lab.runtime.link.speed import Link, Nodes
 
 
@@ -45,13 +45,13 @@ class PacedGroup(dist.ProcessGroup):
         members: Its ranks, by their numbers in the whole world.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, members: Sequence[int], ledger: Ledger) -> None:
+    def __init__(self, inner: dist.ProcessGroup, members: Sequence[int], times: Ledger) -> None:
         super().__init__(inner.rank(), inner.size())
         kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
         self._register_backend(device, kind, inner._get_backend(device))  # the reducer of DDP asks for it
         self._set_default_backend(kind)
-        self._inner, self._members, self._ledger = inner, tuple(members), ledger
-        self._collectives = Delivery(inner.group_name, ledger, members, inner.rank())
+        self._inner, self._members, self._ledger = inner, tuple(members), times
+        self._collectives = Delivery(inner.group_name, times, members, inner.rank())
         self._messages: dict[tuple[int, int, int], Delivery] = {}  # by sender, receiver and tag
         self._pre_hooks: dict[int, Callable[[Any], None]] = {}
         self._post_hooks: dict[int, Callable[[Any], None]] = {}
@@ -123,32 +123,6 @@ class PacedGroup(dist.ProcessGroup):
             hook(SimpleNamespace(work=work))
         return work
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
-        """As torch's Gloo backend makes it, an all-reduce of a copy. Torch's own has no future."""
-        gloo: Any = self._get_backend(whole.device)
-        copy = whole.clone(memory_format=torch.contiguous_format)
-        options = AllreduceOptions()
-        if opts is not None:
-            options.reduceOp, options.timeout = opts.reduceOp, opts.timeout
-        call = SimpleNamespace(
-            name=HookOpName.REDUCE_SCATTER_BASE, input_tensors=[whole], output_tensors=[output], root=-1
-        )
-
-        def issue() -> dist.Work:
-            for hook in self._pre_hooks.values():
-                hook(call)
-            return gloo.allreduce([copy], options)
-
-        def take_part(_: Any) -> list[Tensor]:
-            output.view(-1).copy_(copy.view(self.size(), -1)[self.rank()])
-            return [output]
-
-        def shown() -> Any:
-            return as_operator("_reduce_scatter_base_", (output, whole), issue).get_future()
-
-        messages = schedule.all_reduce(self.size(), whole.nbytes)
-        return self._seen(self._collectives.send("all_reduce", whole, messages, shown, take_part))
-
     # Messages between two ranks ---------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> dist.Work:
@@ -163,7 +137,7 @@ class PacedGroup(dist.ProcessGroup):
         if key not in self._messages:
             members = [self._members[end] for end in ends]
             self._messages[key] = Delivery(f"{self.group_name} {key}", self._ledger, members, own)
-        go, messages = self._messages[key].send, schedule.message(sum(tensor.nbytes for tensor in tensors))
+        go, messages = self._messages[key].send, (ledger.Edge(0, 1, sum(tensor.nbytes for tensor in tensors)),)
         return self._seen(go(kind, tensors[0], messages, lambda: issue(tensors, ends[1 - own], tag)))
 
 
@@ -201,10 +175,13 @@ METHODS: dict[str, tuple[str, int, Any]] = {
     "broadcast": ("broadcast", 0, BroadcastOptions),
     "scatter": ("scatter", 0, ScatterOptions),
     "gather": ("gather", 1, GatherOptions),
+    "reduce_scatter_single": ("all_reduce", 1, ReduceScatterOptions),
     "all_to_all_single": ("all_to_all", 1, AllToAllOptions),
     "barrier": ("barrier", 0, BarrierOptions),
 }
-"""Kind, which argument is what a rank gives or gets, and options."""
+"""As what Gloo runs it, which argument is what a rank gives or gets, and options."""
+WITHOUT_FUTURE = ("reduce_scatter_single",)
+"""Gloo's work of it has none."""
 NOT_PACED = (
     *("allgather_coalesced", "alltoall", "recv_anysource"),
     *("reduce", "reduce_scatter", "reduce_scatter_single_coalesced"),
@@ -224,8 +201,13 @@ def paced(name: str, kind: str, place: int, make_options: Any) -> Callable[..., 
             parts = args[1]
             shown = parts[0][0].expand(self.size(), *parts[0][0].shape) if parts else None
         root = [options.rootRank] if hasattr(options, "rootRank") else []
-        messages, issue = getattr(schedule, kind)(self.size(), nbytes, *root), getattr(self._inner, name)
-        return self._seen(self._collectives.send(kind, shown, messages, lambda: issue(*args, options).get_future()))
+        messages, issue = getattr(ledger, kind)(self.size(), nbytes, *root), getattr(self._inner, name)
+
+        def moved() -> Any:
+            work = issue(*args, options)
+            return work if name in WITHOUT_FUTURE else work.get_future()
+
+        return self._seen(self._collectives.send(kind, shown, messages, moved))
 
     return method
 
@@ -274,7 +256,7 @@ def shared_ledger(group: dist.ProcessGroup, link: Link, nodes: Nodes | None) -> 
     Raises:
         UserError: a rank cannot open it.
     """
-    path = from_rank0(lambda: make_file(group.size()))
+    path = from_rank0(lambda: ledger.make_file(group.size()))
     try:
         return on_every_rank(lambda: Ledger(path, group.size(), link, nodes))
     finally:

@@ -6,6 +6,10 @@ messages on the links: a link carries one message at a time, in each direction. 
 real link would have delivered.
 
 The file has no name once all ranks have opened it, so nothing is left behind.
+
+What each rank sends is by Gloo's algorithms (gloo/{allreduce,allgather,broadcast,scatter,gather,barrier,alltoall}.cc;
+torch's ProcessGroupGloo.cpp makes a reduce-scatter from an all-reduce). In a ring every rank sends to its neighbour all
+the time, and all ranks end together. In a tree data goes along edges.
 """
 
 import fcntl
@@ -16,6 +20,8 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil, inf, log2
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -23,9 +29,77 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ddp_lab.collectives.kinds import sent_share
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.schedule import Edge, Ring, Schedule
 from ddp_lab.runtime.link.speed import Link, Nodes
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What each rank sends, and receives; and how many messages wait for one another."""
+
+    nbytes: float
+    hops: int
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One message between ranks of the group. `is_forwarded`: the sender must have received it."""
+
+    sender: int
+    receiver: int
+    nbytes: float
+    is_forwarded: bool = False
+
+
+Schedule = Ring | tuple[Edge, ...]
+
+
+def all_reduce(size: int, nbytes: float) -> Ring:
+    """`nbytes`: of the tensor."""
+    return Ring(sent_share("all_reduce", size) * nbytes, 2 * (size - 1))
+
+
+def all_gather(size: int, nbytes: float) -> Ring:
+    """`nbytes`: of what one rank gives.
+
+    Each part goes in two halves. Two ranks have one connection, on which the first halves take turns.
+    """
+    return Ring(1.5 * nbytes if size == 2 else (size - 1) * nbytes, size - 1)
+
+
+def barrier(size: int, nbytes: float = 0) -> Ring:
+    """Rounds of a dissemination barrier, which sends nothing."""
+    return Ring(nbytes, ceil(log2(size)))
+
+
+def broadcast(size: int, nbytes: float, root: int) -> tuple[Edge, ...]:
+    """A binomial tree: in round k, the first 2^k ranks, counted from the root, each send to the one 2^k further."""
+    edges = []
+    for distance in (1 << k for k in range(ceil(log2(size)))):
+        for sender in range(min(distance, size - distance)):
+            ends = ((sender + root) % size, (sender + distance + root) % size)
+            edges.append(Edge(*ends, nbytes, is_forwarded=sender > 0))
+    return tuple(edges)
+
+
+def scatter(size: int, nbytes: float, root: int) -> tuple[Edge, ...]:
+    """`nbytes`: of what one rank receives."""
+    return tuple(Edge(root, receiver, nbytes) for receiver in range(size) if receiver != root)
+
+
+def gather(size: int, nbytes: float, root: int) -> tuple[Edge, ...]:
+    """`nbytes`: of what one rank gives."""
+    return tuple(Edge(sender, root, nbytes) for sender in range(size) if sender != root)
+
+
+def all_to_all(size: int, nbytes: float) -> tuple[Edge, ...]:
+    """`nbytes`: of what one rank gives."""
+    return tuple(Edge(one, other, nbytes / size) for one in range(size) for other in range(size) if one != other)
+
+
+# When links deliver it ------------------------------------------------------------------------------------------------
+
 
 GROUPS = 256
 """Most process groups of a run."""
@@ -174,16 +248,13 @@ def carry(link: NDArray[np.float64], ready: float, seconds: float) -> float:
     """
     spans = [(begin, stop) for begin, stop in link.tolist() if stop]
     pieces, end, left = [], ready, seconds
-    for begin, stop in spans:
+    for begin, stop in [*spans, (inf, inf)]:
         if begin > end and left > 0:
             piece = min(left, begin - end)
             pieces.append((end, end + piece))
             end, left = end + piece, left - piece
         if left > 0:
             end = max(end, stop)
-    if left > 0:
-        pieces.append((end, end + left))
-        end += left
     merged = joined(sorted(spans + pieces))
     link[:] = 0.0
     link[: len(merged)] = merged or 0.0
@@ -202,12 +273,8 @@ def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 class _Call(NamedTuple):
-    """A collective whose messages go along edges.
-
-    Attributes:
-        issued: When, by rank of the group; 0 if it is not known.
-        ends, connections: Of this collective, and of its group, by sender and receiver (`layout`).
-    """
+    """A collective whose messages go along edges. `issued`: when, by rank of the group, 0 if it is not known; `ends`,
+    `connections`: of this collective, and of its group, by sender and receiver (`layout`)."""
 
     schedule: tuple[Edge, ...]
     members: tuple[int, ...]

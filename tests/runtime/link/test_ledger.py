@@ -6,7 +6,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.runtime.link import ledger, schedule
+from ddp_lab.runtime.link import ledger
 from ddp_lab.runtime.link.ledger import Ledger
 from ddp_lab.runtime.link.speed import Link, Nodes
 from tests.tables import each_row
@@ -39,7 +39,7 @@ class Links:
 def test_a_ring_begins_when_the_last_rank_has_issued_it():
     links = Links(2)
     links.issue(1, at=[5.0, 7.0])
-    assert links.ends(1, schedule.all_reduce(2, 3000)) == [10.0, 10.0]
+    assert links.ends(1, ledger.all_reduce(2, 3000)) == [10.0, 10.0]
 
 
 TWO_NODES = Nodes(2, Link(BITS // 10, 0.5))
@@ -48,12 +48,12 @@ TWO_NODES = Nodes(2, Link(BITS // 10, 0.5))
 def test_what_goes_between_nodes_takes_the_other_link():
     links = Links(4, nodes=TWO_NODES)
     links.issue(1, at=[1.0] * 4)
-    messages = (schedule.Edge(0, 1, 1000), schedule.Edge(0, 2, 1000), schedule.Edge(3, 2, 2000))
+    messages = (ledger.Edge(0, 1, 1000), ledger.Edge(0, 2, 1000), ledger.Edge(3, 2, 2000))
     assert links.ends(1, messages) == [11.0, 2.0, 11.5, 3.0]
 
 
 def test_collectives_queue_on_a_link():
-    links, messages = Links(2), schedule.all_reduce(2, 1000)
+    links, messages = Links(2), ledger.all_reduce(2, 1000)
     for number in (1, 2, 3):
         links.issue(number, at=[1.0, 1.0])
     assert [links.ends(number, messages)[0] for number in (1, 2, 3)] == [2.0, 3.0, 4.0]
@@ -65,21 +65,21 @@ def test_a_broadcast_is_passed_on():
     """Rank 0 sends to 1 and 2, one after the other; rank 1 passes it on to 3."""
     links = Links(4, latency_s=0.25)
     links.issue(1, at=[1.0, 1.0, 1.0, 1.0])
-    assert links.ends(1, schedule.broadcast(4, 1000, root=0)) == [3.0, 3.25, 3.25, 3.5]
+    assert links.ends(1, ledger.broadcast(4, 1000, root=0)) == [3.0, 3.25, 3.25, 3.5]
 
 
 @each_row("other_group, second", [("another", 2.0), ("default", 3.0)])
 def test_directions_take_turns_on_a_connection_and_not_on_a_link(other_group, second):
     links = Links(2)
     links.issue(1, at=[1.0, 1.0])
-    assert links.ends(1, schedule.broadcast(2, 1000, root=0)) == [2.0, 2.0]
+    assert links.ends(1, ledger.broadcast(2, 1000, root=0)) == [2.0, 2.0]
     links.group = links.ledger.group(other_group)
     links.issue(2, at=[1.0, 1.0])
-    assert links.ends(2, schedule.broadcast(2, 1000, root=1)) == [second, second]
+    assert links.ends(2, ledger.broadcast(2, 1000, root=1)) == [second, second]
 
 
 def test_groups_share_the_links_of_their_ranks():
-    links, messages = Links(2), schedule.all_reduce(2, 1000)
+    links, messages = Links(2), ledger.all_reduce(2, 1000)
     links.issue(1, at=[1.0, 1.0])
     links.ends(1, messages)
     links.group = links.ledger.group("another")
@@ -98,11 +98,11 @@ def test_no_link_carries_more_than_its_rate(size, payloads, data):
         kind = data.draw(st.sampled_from(["all_reduce", "all_gather", "broadcast", "scatter", "gather", "all_to_all"]))
         rooted = kind in ("broadcast", "scatter", "gather")
         root = (data.draw(st.integers(0, size - 1)),) if rooted else ()
-        messages = getattr(schedule, kind)(size, nbytes, *root)
+        messages = getattr(ledger, kind)(size, nbytes, *root)
         links.issue(number, at=[at + data.draw(st.floats(0, 1)) for _ in range(size)])
         order = data.draw(st.permutations(range(size)))
         latest = max(latest, *links.ends(number, messages, order))
-        if isinstance(messages, schedule.Ring):
+        if isinstance(messages, ledger.Ring):
             sent = [each + messages.nbytes for each in sent]
         else:
             for edge in messages:
