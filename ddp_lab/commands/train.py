@@ -12,9 +12,8 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.entrypoint import configured, ranks_here, train_from_command_line
 from ddp_lab.runtime.flags import build_parser as build_flags
 from ddp_lab.runtime.flags import gives
-from ddp_lab.runtime.process.launcher import adopt_launcher
+from ddp_lab.runtime.process.launcher import Stopped, adopt_launcher
 from ddp_lab.runtime.process.torchrun import quiet_torchrun, start_ranks
-from ddp_lab.runtime.watch.processes import Stopped
 
 ABOUT = "Train a model with one strategy."
 PROG = "ddp-lab train"

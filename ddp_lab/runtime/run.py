@@ -53,8 +53,8 @@ from ddp_lab.runtime.records.metrics import step_metrics
 from ddp_lab.runtime.records.progress import leave_config, leave_record, leave_stopped, start_line, training_progress
 from ddp_lab.runtime.records.record import gather_memory, make_run_id, make_trace_folder
 from ddp_lab.runtime.records.run_so_far import RunSoFar, Setup
+from ddp_lab.runtime.watch.cause import RankNames
 from ddp_lab.runtime.watch.phases import between_steps, start_so_far
-from ddp_lab.runtime.watch.rank_state import RankNames
 from ddp_lab.runtime.watch.watcher import watched
 from ddp_lab.strategy.account import ModelSize
 from ddp_lab.strategy.batches import StepData

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
-from ddp_lab.strategy.batches import Progress, Weighted
+from ddp_lab.strategy.batches import Place, Progress, Weighted
 from ddp_lab.strategy.building import autocast, require_none_unfrozen
-from ddp_lab.strategy.communication.place import Place
 from ddp_lab.strategy.exchange import (
     UNKNOWN,
     WANTS_TO_STOP,

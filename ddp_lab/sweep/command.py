@@ -28,10 +28,10 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import with_config_file
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.process.environment import sees_gpu
+from ddp_lab.runtime.process.launcher import answer_signals
 from ddp_lab.runtime.process.torchrun import quiet_torchrun
 from ddp_lab.runtime.settings.data import WORKLOADS
 from ddp_lab.runtime.watch.phases import long_phases_said
-from ddp_lab.runtime.watch.processes import answer_signals
 from ddp_lab.sweep.done import how_far, kept, latest_sweep
 from ddp_lab.sweep.passes import planned, train
 from ddp_lab.sweep.runs import Runs

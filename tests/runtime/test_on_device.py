@@ -8,9 +8,8 @@ import torch
 from ddp_lab.collectives.calls import Call
 from ddp_lab.runtime.watch import on_device
 from ddp_lab.runtime.watch.cause import RankReport, first_cause
-from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.flight_recorder import ExitReason, FlightRecorder, RankState
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
-from ddp_lab.runtime.watch.rank_state import ExitReason, RankState
 from ddp_lab.runtime.watch.watcher import Watcher
 from tests.tables import each_row
 

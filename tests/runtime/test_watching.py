@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from ddp_lab.collectives.calls import Call, first_difference
 from ddp_lab.collectives.ranks import LONGEST_NAME, Ranks, group_name, ranks_of
 from ddp_lab.runtime.errors import SequenceError
-from ddp_lab.runtime.watch.cause import RankReport, first_cause
-from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
-from ddp_lab.runtime.watch.rank_state import ExitReason, RankState, find_mismatch, kind_of
+from ddp_lab.runtime.watch.cause import RankReport, find_mismatch, first_cause
+from ddp_lab.runtime.watch.flight_recorder import ExitReason, FlightRecorder, RankState, kind_of
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 from ddp_lab.strategy.gradient_watch import GradientWatch, agree_on_sequence, digest, follow_gradients
 from tests.ranks import RankPool

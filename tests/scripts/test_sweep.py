@@ -23,7 +23,7 @@ from ddp_lab.record_format import SWEEP_VARIABLE
 from ddp_lab.runtime.checkpoint.manifest import folder_name
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
-from ddp_lab.runtime.watch.processes import STOPPING
+from ddp_lab.runtime.process.launcher import STOPPING
 from ddp_lab.sweep import command as script
 from ddp_lab.sweep import passes
 from ddp_lab.sweep.done import latest_sweep, unfinished

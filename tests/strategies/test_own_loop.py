@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.strategy.communication import place
+from ddp_lab.strategy import batches
 from tests.parity import FAMILIES, Case, build_and_step, check_messages, load, message_of, options_of, over_own_loops
 from tests.ranks import RankPool
 from tests.tables import each_row
@@ -246,9 +246,9 @@ def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice):
 
 def stands_still(ahead: int) -> str:
     """What is said when rank 0 has begun so many micro-batches more than rank 1."""
-    changed = mock.patch.multiple(place, PATIENCE_S=0.2, _places=weakref.WeakSet())
+    changed = mock.patch.multiple(batches, PATIENCE_S=0.2, _places=weakref.WeakSet())
     with changed, contextlib.redirect_stderr(io.StringIO()) as said:
-        here = place.Place(dist.group.WORLD)
+        here = batches.Place(dist.group.WORLD)
         here.at = (2, 2 + ahead * (dist.get_rank() == 0))
         deadline = time.monotonic() + (30 if ahead else 1)
         while dist.get_rank() == 0 and time.monotonic() < deadline and not said.getvalue():

@@ -5,9 +5,8 @@ import torch.distributed as dist
 
 from ddp_lab.runtime.errors import SequenceError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
-from ddp_lab.runtime.watch.cause import RankReport, first_cause
+from ddp_lab.runtime.watch.cause import RankNames, RankReport, first_cause
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
-from ddp_lab.runtime.watch.rank_state import RankNames
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 from ddp_lab.strategy.exchange import Counts, Exchange
 from tests.ranks import RankPool

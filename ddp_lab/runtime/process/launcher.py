@@ -1,5 +1,6 @@
 """What launchers tell a process: which rank it is, where `srun`, `mpirun` or `deepspeed` has started it in place of
-`torchrun`; and by SIGUSR1 that it is to save a checkpoint after a step, and end (`docs/slurm.md`).
+`torchrun`; and by SIGUSR1 that it is to save a checkpoint after a step, and end (`docs/slurm.md`). And how it answers
+the signals that end it at once.
 
 The variables that `torchrun` sets are made from those of SLURM's steps or of Open MPI. Where a launcher has set RANK,
 WORLD_SIZE or LOCAL_RANK itself, as `torchrun` and `deepspeed` do, these stay: so `torchrun` may run inside a task.
@@ -8,13 +9,15 @@ Imports nothing heavy.
 
 import os
 import re
+import select
 import signal
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn
 
 from ddp_lab.runtime.errors import UserError
 
@@ -162,3 +165,63 @@ def stop_requests(saves: bool) -> Iterator[StopRequest]:
         yield request
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+# Signals that end a process -------------------------------------------------------------------------------------------
+
+STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGXCPU, signal.SIGUSR2]
+"""Signals that end a process without a word, unless it answers them; SIGHUP too, but not under nohup."""
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    STOPPING.append(signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended what this process did. `is_said`: a line says so already."""
+
+    def __init__(self, number: int, is_said: bool = False) -> None:
+        self.number, self.is_said = number, is_said
+
+
+_arrived: list[int] = []
+
+
+def raise_stopped(number: int, frame: object) -> NoReturn:
+    """A handler of signals. A library whose import it interrupts may take its error for one of the import."""
+    _arrived.append(number)
+    raise Stopped(number)
+
+
+def require_not_stopped() -> None:
+    """
+    Raises:
+        Stopped: a signal has arrived, and the error was lost.
+    """
+    if _arrived:
+        raise Stopped(_arrived[0])
+
+
+def answer_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
+    """Let `handler` answer all that are `STOPPING`."""
+    for number in STOPPING:
+        signal.signal(number, handler)
+
+
+class SignalReceiver:
+    """Collects the signals that are `STOPPING`. Another thread can then react to them while the training thread is
+    blocked."""
+
+    def __init__(self) -> None:
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        answer_signals(lambda *_: None)
+
+    def stop(self) -> None:
+        signal.set_wakeup_fd(-1)
+        answer_signals(signal.SIG_DFL)
+
+    def arrived(self, timeout_s: float) -> signal.Signals | None:
+        """The signal that has arrived, or None after `timeout_s` seconds."""
+        if not select.select([self._read], [], [], timeout_s)[0]:
+            return None
+        return next((signal.Signals(number) for number in os.read(self._read, 64) if number in STOPPING), None)

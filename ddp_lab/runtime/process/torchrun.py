@@ -13,8 +13,8 @@ from pathlib import Path
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.flags import to_flags
 from ddp_lab.runtime.process.environment import quiet_libraries, sees_gpu
+from ddp_lab.runtime.process.launcher import STOPPING, Stopped, answer_signals, raise_stopped, require_not_stopped
 from ddp_lab.runtime.watch.phases import during, long_phases_said, record_phases_in
-from ddp_lab.runtime.watch.processes import STOPPING, Stopped, answer_signals, raise_stopped, require_not_stopped
 from ddp_lab.strategy.registry import Registry
 
 QUIET = quiet_libraries() | {

@@ -42,10 +42,10 @@ from ddp_lab.runtime.records.record import (
 from ddp_lab.runtime.records.verdict import verdict
 from ddp_lab.runtime.records.waits import arrivals, lateness, waits
 from ddp_lab.runtime.watch.cause import FAILED, INTERRUPTED, MISMATCHED, RankReport
+from ddp_lab.runtime.watch.flight_recorder import RankState
 from ddp_lab.runtime.watch.phases import start_s
-from ddp_lab.runtime.watch.rank_state import RankState
 from ddp_lab.strategy.account import Collective, ModelSize
-from ddp_lab.strategy.communication.traffic import on_mesh
+from ddp_lab.strategy.groups import on_mesh
 from ddp_lab.strategy.strategy import Strategy
 from ddp_lab.writing import to_json, write_json, write_text
 

@@ -6,26 +6,42 @@ ranks whose collectives failed or timed out, and these come before ranks that we
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddp_lab.collectives.calls import ON_DEVICE, QUEUED, STARTED, behind, slow_devices
+from ddp_lab.collectives.calls import (
+    ON_DEVICE,
+    QUEUED,
+    STARTED,
+    Call,
+    behind,
+    deadlock,
+    first_difference,
+    ranks_by_call,
+    slow_devices,
+)
 from ddp_lab.collectives.ranks import ranks_of
 from ddp_lab.record_format import Ending
-from ddp_lab.runtime.watch.rank_state import (
-    ADVICE,
-    NUMBERS,
-    UNKNOWN,
-    ExitReason,
-    Mismatch,
-    RankNames,
-    RankState,
-    find_mismatch,
-)
+from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.watch.flight_recorder import NOTHING_KNOWN, ExitReason, RankState
 
 STOPPED, FAILED, KILLED = "stopped", "failed", "killed"
 HUNG, MISMATCHED, INTERRUPTED, LOST = "hung", "mismatched", "interrupted", "lost"
 """How a run may end (`docs/run-record.md`)."""
+
+
+@dataclass(frozen=True)
+class RankNames:
+    """Ranks in messages: their numbers, on a mesh with their places: `1, 3`, or `1 (dp 0, tp 1), 3 (dp 1, tp 1)`."""
+
+    mesh: Mesh | None = None
+
+    def __call__(self, *ranks: int) -> str:
+        return ", ".join(f"{rank} ({self.mesh.describe(rank)})" if self.mesh else str(rank) for rank in ranks)
+
+
+NUMBERS = RankNames()
+"""Numbers alone."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,7 @@ class RankReport:
         is_stopped: Its process is stopped, for example by SIGSTOP.
     """
 
-    state: RankState = UNKNOWN
+    state: RankState = NOTHING_KNOWN
     reason: ExitReason | None = None
     is_gone: bool = False
     crash: str = ""
@@ -49,6 +65,46 @@ class RankReport:
 
 Reports = Mapping[int, RankReport]
 """By rank."""
+
+
+# Where ranks differ ---------------------------------------------------------------------------------------------------
+
+ADVICE = "ranks must issue the same collectives in the same order"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Collectives that do not fit together.
+
+    Attributes:
+        text: What differs, for the user.
+        calls: By rank, the collective in which it differs from the others.
+    """
+
+    text: str
+    calls: Mapping[int, Call]
+
+
+def find_mismatch(
+    states: Mapping[int, RankState], names: RankNames = NUMBERS, waiting: Collection[int] = ()
+) -> Mismatch | None:
+    """The first collective of a process group in which ranks differ; or those of different groups in which the ranks
+    `waiting` wait for each other for ever. Only if no other rank can help them may they be named."""
+    if calls := first_difference({rank: state.entries for rank, state in states.items()}):
+        number = next(iter(calls.values())).seq
+        parts = [f"rank {names(*ranks)} {text}" for text, ranks in ranks_by_call(calls).items()]
+        return Mismatch(f"collective #{number} differs between ranks: {'; '.join(parts)}", calls)
+    waits_for = {rank: call for rank in waiting if (call := states[rank].waits_for)}
+    missing = deadlock({rank: states[rank].entries for rank in waiting}, waits_for)
+    parts = [
+        f"rank {names(rank)} waits in {call} ({call.group}), which rank {names(*missing[rank])} has not issued"
+        for rank, call in waits_for.items()
+        if rank in missing
+    ]
+    return Mismatch(f"collective differs between ranks: {'; '.join(parts)}", waits_for) if parts else None
+
+
+# The first cause ------------------------------------------------------------------------------------------------------
 
 
 def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames = NUMBERS) -> Ending:

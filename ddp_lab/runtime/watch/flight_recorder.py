@@ -1,4 +1,4 @@
-"""A flight recorder: what a rank does, in memory that outlives its process.
+"""A flight recorder: what a rank does, and why it ends, in memory that outlives its process.
 
 Each rank keeps one file in memory. It holds the rank's step and phase, its latest collectives, why it ends, and what
 Python wrote if it crashed. The other ranks of the node map this file when the run begins, so they can read it even
@@ -7,6 +7,7 @@ goes to a disk. The owner holds a lock on the file. The kernel releases the lock
 so the lock shows whether the owner is alive.
 """
 
+import faulthandler
 import fcntl
 import mmap
 import os
@@ -14,14 +15,134 @@ import tempfile
 import time
 from contextlib import suppress
 from ctypes import Structure, c_bool, c_char, c_double, c_int32, c_int64, sizeof
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from ddp_lab.collectives.calls import ISSUED, Call
+from ddp_lab.collectives.calls import COMPLETED, ISSUED, Call
 from ddp_lab.collectives.ranks import LONGEST_NAME
-from ddp_lab.runtime.watch.rank_state import ExitReason, RankState
+from ddp_lab.runtime.errors import AgreedError, place_in_own_file, printable, traceback_of, words_of
+from ddp_lab.runtime.watch.phases import LOOP
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank does or did last. Without a phase, nothing is known of it.
+
+    Attributes:
+        step: Optimizer steps done before this one; -1 outside training.
+        entries: Its latest collectives, oldest first.
+        waits_for: The oldest collective in which its training thread or its device waits; None if neither does.
+        progress_s: When it last issued or completed a collective or changed its phase, in seconds since the epoch.
+    """
+
+    rank: int = -1
+    step: int = -1
+    phase: str = ""
+    entries: tuple[Call, ...] = ()
+    waits_for: Call | None = None
+    progress_s: float = 0.0
+
+    @property
+    def awaited(self) -> Call | None:
+        """What it waits for, or else issued last."""
+        return self.waits_for or next(reversed(self.entries), None)
+
+    @property
+    def waits_since_s(self) -> float:
+        """When what it waits for was issued, or when it made progress last."""
+        return self.waits_for.time_s if self.waits_for else self.progress_s
+
+    @property
+    def when(self) -> str:
+        if self.step < 0:
+            return f"while {self.phase}" if self.phase else ""
+        return f"in step {self.step}" + (f" during {self.phase}" if self.phase != LOOP else "")
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that it waits for, or the last one that it issued."""
+        if self.waits_for is not None:
+            return f"in {self.waits_for}"
+        if (last := self.awaited) is None:
+            return None
+        return f"after {last}" if last.state == COMPLETED else f"with {last} under way"
+
+    def __str__(self) -> str:
+        return f"{self.when}, {self.collective}" if self.collective else self.when
+
+
+NOTHING_KNOWN = RankState()
+
+# Why a rank ends, in its own words; `cause` finds the first cause of a run among these ------------------------------
+
+MOST_CHARACTERS = 2000
+"""Of a text: a flight recorder has little room."""
+COMMUNICATION_WORDS = ("gloo", "nccl", "processgroup", "process group", "connection", "collective", "broken pipe")
+
+
+@dataclass(frozen=True)
+class ExitReason:
+    """What a rank says when it ends.
+
+    Attributes:
+        kind: One of
+
+            - `agreed`: an error that every rank raises;
+            - `error`: an error that this rank raises for all ranks;
+            - `failed`: an exception of this rank's own;
+            - `collective`: a collective raised an exception;
+            - `timeout`: a collective waited until its timeout;
+            - `connection`: a collective lost its connection to another rank;
+            - `signal`: this rank received a signal;
+            - `orphaned`: `torchrun` has ended;
+            - `mismatch`: ranks issued different collectives;
+            - `noticed`: this rank saw that another one has ended.
+        text: The exception, the name of the signal, or where the collectives differ.
+        time_s: Seconds since the epoch.
+    """
+
+    kind: str
+    text: str
+    time_s: float
+    traceback: str | None = None
+
+    @classmethod
+    def now(cls, kind: str, text: str, trace: str | None = None) -> "ExitReason":
+        return cls(kind, printable(text[:MOST_CHARACTERS]), time.time(), trace)
+
+    @classmethod
+    def of(cls, error: BaseException, in_collective: bool) -> "ExitReason":
+        """The reason of a rank whose training thread raised `error`, perhaps while it waited for a collective."""
+        if isinstance(error, AgreedError):
+            return cls.now("error", words_of(error))
+        return cls.now(kind_of(error, in_collective), text_of(error), traceback_of(error))
+
+
+def kind_of(error: BaseException, in_collective: bool) -> str:
+    """`failed`, or `timeout`, `connection` or `collective` if communication raised the error."""
+    text = words_of(error).lower()
+    is_of_communication = isinstance(error, RuntimeError) and any(word in text for word in COMMUNICATION_WORDS)
+    if not in_collective and not is_of_communication:
+        return "failed"
+    if "timed out" in text or "timeout" in text:
+        return "timeout"
+    return "connection" if "connection" in text or "broken pipe" in text or "reset by peer" in text else "collective"
+
+
+def text_of(error: BaseException) -> str:
+    """The exception in one line. If memory ran out, the line also says what to do."""
+    lines = words_of(error).splitlines()
+    text = (f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__) + place_in_own_file(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
+        text = f"out of memory ({text}); use a smaller --global-batch-size or model, or raise --grad-accum-steps"
+    elif "too many open files" in text.lower():
+        text += "; raise ulimit -n"
+    return text
+
+
+# The file -------------------------------------------------------------------------------------------------------------
 
 RING_ENTRIES = 2048
 TEXT_BYTES = 32768
@@ -45,12 +166,9 @@ class Slot(Structure):
 
 
 class Page(Structure):
-    """The whole file; what Python writes of a crash follows it.
-
-    `pid`: the owner's process. `rank`, `step`, `phase` and `progress_s` are as in `RankState`. `count`: how many
-    collectives the owner has issued. `waiting`, `stalled`: the number of the one that its training thread waits for,
-    and of the one that its device does not get past; -1 for none. `is_finished`: it has completed its run.
-    """
+    """The whole file; what Python writes of a crash follows it. `count`: how many collectives the owner has issued.
+    `waiting`, `stalled`: the number of the one that its training thread waits for, and of the one that its device does
+    not get past; -1 for none. `is_finished`: it has completed its run. Others are as in `RankState`."""
 
     _fields_ = (
         ("rank", c_int64),
@@ -97,11 +215,7 @@ class FlightRecorder:
 
     @classmethod
     def open(cls, path: Path) -> "FlightRecorder":
-        """Another process's record.
-
-        Raises:
-            OSError: that process is on another node, or has ended.
-        """
+        """Another process's record. Raises `OSError` if that process is on another node, or has ended."""
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
 
     def unlink(self) -> None:
@@ -116,11 +230,10 @@ class FlightRecorder:
 
     # The owner writes --------------------------------------------------------------------------------------------
 
-    @property
-    def crash_file(self) -> int:
-        """A file descriptor for `faulthandler`, which writes behind the page."""
+    def keep_crashes(self) -> None:
+        """Let Python write behind the page when the process crashes."""
         os.lseek(self._descriptor, CRASH_OFFSET, os.SEEK_SET)
-        return self._descriptor
+        faulthandler.enable(file=self._descriptor)
 
     def set_phase(self, step: int, phase: str) -> None:
         self.page.step, self.page.phase, self.page.progress_s = step, phase.encode()[:32], time.time()

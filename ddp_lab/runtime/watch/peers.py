@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,10 +14,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp_lab.runtime.groups import host_barrier
-from ddp_lab.runtime.watch.cause import RankReport
+from ddp_lab.runtime.watch.cause import Mismatch, RankNames, RankReport, find_mismatch
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
-from ddp_lab.runtime.watch.processes import node_name, state_of
-from ddp_lab.runtime.watch.rank_state import Mismatch, RankNames, find_mismatch
 
 SETTLE_S = 2.5
 """How long the ranks have to say why they end."""
@@ -143,3 +142,29 @@ def report_of(flight: FlightRecorder) -> RankReport:
     return RankReport(
         flight.state(), reason, is_gone, flight.crash if is_gone else "", state_of(flight.page.pid) in "Tt"
     )
+
+
+def state_of(pid: int) -> str:
+    """The letter of proc(5) for the state of a process: of one that is stopped T or t, of a zombie Z. `?` if the system
+    does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "?"
+
+
+def kills_for_memory() -> int:
+    """How many processes the kernel has killed because memory ran out, since it started; 0 if it does not tell."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def node_name() -> str:
+    """The same for processes that can read each other's flight recorders."""
+    try:
+        return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}".replace(" ", "_")
+    except OSError:
+        return socket.gethostname().replace(" ", "_")

@@ -37,10 +37,10 @@ from ddp_lab.collectives.ranks import Ranks, group_name
 from ddp_lab.runtime.errors import SequenceError
 from ddp_lab.runtime.groups import description
 from ddp_lab.runtime.link.delivery import PacedWork
+from ddp_lab.runtime.watch.cause import ADVICE, NUMBERS, RankNames, find_mismatch
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.on_device import DeviceCollectives, only_orders_streams
 from ddp_lab.runtime.watch.phases import current_step, waited, waiting
-from ddp_lab.runtime.watch.rank_state import ADVICE, NUMBERS, RankNames, find_mismatch
 from ddp_lab.strategy.gradient_watch import GradientWatch, observe
 
 HOOK_ID = 7_318_211

@@ -21,13 +21,12 @@ from ddp_lab.collectives.calls import Call
 from ddp_lab.record_format import Ending
 from ddp_lab.runtime.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
 from ddp_lab.runtime.groups import host_barrier
-from ddp_lab.runtime.watch.cause import RankReport, first_cause
-from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.process.launcher import SignalReceiver
+from ddp_lab.runtime.watch.cause import NUMBERS, RankNames, RankReport, first_cause
+from ddp_lab.runtime.watch.flight_recorder import ExitReason, FlightRecorder, RankState, text_of
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
-from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers
+from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers, kills_for_memory, state_of
 from ddp_lab.runtime.watch.phases import record_phases_in
-from ddp_lab.runtime.watch.processes import SignalReceiver, kills_for_memory, state_of
-from ddp_lab.runtime.watch.rank_state import NUMBERS, ExitReason, RankNames, RankState, text_of
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 
 LOOK_EVERY_S = 0.25
@@ -66,7 +65,7 @@ class Watcher:
     def start(self) -> None:
         """Find the other ranks, and begin to watch them. Collective."""
         self._peers = Peers(self.flight, self._rank, self._world_size)
-        faulthandler.enable(file=self.flight.crash_file)
+        self.flight.keep_crashes()
         self._signals = SignalReceiver()
         record_phases_in(self.flight)
         self._thread.start()

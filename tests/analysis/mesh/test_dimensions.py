@@ -19,7 +19,7 @@ from ddp_lab.collectives.ranks import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA_DIMENSIONS, Mesh
 from ddp_lab.strategy.account import EVERYONE, Collective
-from ddp_lab.strategy.communication.traffic import on_mesh
+from ddp_lab.strategy.groups import on_mesh
 from tests.analysis.metrics.test_exposure import timeline
 from tests.tables import each_row
 from tests.traces import record_of_eight_steps
