@@ -35,16 +35,8 @@ if TYPE_CHECKING:  # --help does without torch
 
 DATA, REPLICATE, SHARD, EXPERT = "dp", "replicate", "shard", "ep"
 PIPELINE, CONTEXT, TENSOR = "pp", "cp", "tp"
-DIMENSIONS = {
-    DATA: "ranks that see different samples",
-    REPLICATE: "the same, whose ranks hold the same shards",
-    SHARD: "the same, over which model states are sharded",
-    EXPERT: "ranks that see different samples and hold different experts",
-    PIPELINE: "ranks that hold different layers",
-    CONTEXT: "ranks that see parts of the same samples",
-    TENSOR: "ranks that hold parts of the same layers",
-}
-"""What each dimension is, the outermost first."""
+DIMENSIONS = (DATA, REPLICATE, SHARD, EXPERT, PIPELINE, CONTEXT, TENSOR)
+"""The outermost first."""
 DATA_DIMENSIONS = (DATA, REPLICATE, SHARD, EXPERT)
 EXAMPLE = "dp=2,tp=2"
 

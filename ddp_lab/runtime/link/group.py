@@ -53,7 +53,6 @@ class PacedGroup(dist.ProcessGroup):
         self._inner, self._members, self._ledger = inner, tuple(members), times
         self._collectives = Delivery(inner.group_name, times, members, inner.rank())
         self._messages: dict[tuple[int, int, int], Delivery] = {}  # by sender, receiver and tag
-        self._pre_hooks: dict[int, Callable[[Any], None]] = {}
         self._post_hooks: dict[int, Callable[[Any], None]] = {}
 
     # What torch needs to know of a group ------------------------------------------------------------------------------
@@ -90,11 +89,9 @@ class PacedGroup(dist.ProcessGroup):
         return PacedGroup(made, ranks, self._ledger)
 
     def register_pre_hook(self, hook_id: int, hook: Any) -> None:
-        self._pre_hooks[hook_id] = hook
         self._inner.register_pre_hook(hook_id, hook)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
-        del self._pre_hooks[hook_id]
         self._inner.unregister_pre_hook(hook_id)
 
     def register_post_hook(self, hook_id: int, hook: Any) -> None:

@@ -131,38 +131,25 @@ def port_of(job: str) -> int:
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
-class StopRequest:
-    """Whether this rank has been asked to stop. The ranks agree on a step elsewhere (`Strategy.wants_to_stop`)."""
-
-    def __init__(self) -> None:
-        self._has_arrived = self._is_refused = False
-
-    def __call__(self) -> bool:
-        return self._has_arrived
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signal."""
-        self._has_arrived = True
-
-    def refuse(self, number: int, frame: FrameType | None) -> None:
-        """The handler in a run without checkpoints. It goes on."""
-        if not self._is_refused:
-            line = REFUSED.format(rank=os.environ.get("RANK"))
-            os.write(2, line.encode())  # the signal may interrupt a `print`, within which there can be no other
-        self._is_refused = True
-
-
 @contextmanager
-def stop_requests(saves: bool) -> Iterator[StopRequest]:
-    """Within this context SIGUSR1 does not end the process.
+def stop_requests(saves: bool) -> Iterator[Callable[[], bool]]:
+    """Within this context SIGUSR1 does not end the process. Yields what says whether this rank has been asked to stop.
+    The ranks agree on a step elsewhere (`Strategy.wants_to_stop`).
 
     Args:
-        saves: Whether the run has checkpoints. If not, each rank answers the signal with one line.
+        saves: Whether the run has checkpoints. If not, it goes on, and each rank answers the signal with one line.
     """
-    request = StopRequest()
-    before = signal.signal(signal.SIGUSR1, request.note if saves else request.refuse)
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if not saves and not arrived:
+            line = REFUSED.format(rank=os.environ.get("RANK"))
+            os.write(2, line.encode())  # the signal may interrupt a `print`, within which there can be no other
+        arrived.append(number)
+
+    before = signal.signal(signal.SIGUSR1, note)
     try:
-        yield request
+        yield lambda: saves and bool(arrived)
     finally:
         signal.signal(signal.SIGUSR1, before)
 

@@ -136,7 +136,7 @@ def counting_on_all_threads() -> Iterator[None]:
     a table of addresses, and forgets no tensor of an earlier count that was freed while it did not count. The switch is
     a variable of torch's C library that Python has no name for. If it is not found, the count may be too high.
     """
-    name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
+    name = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
         switch = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")

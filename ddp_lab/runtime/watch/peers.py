@@ -113,10 +113,8 @@ class Peers:
             self._store.set("reported", "")
 
     def await_report(self) -> None:
-        deadline = time.monotonic() + REPORT_S
         with suppress(RuntimeError):
-            while time.monotonic() < deadline and not self._store.check(["reported"]):
-                time.sleep(0.05)
+            self._store.wait(["reported"], timedelta(seconds=REPORT_S))
 
     def kill(self, rank: int) -> None:
         """Kill a rank on this node, if it still runs."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 LOOP = "training loop"
 """The phase between the named parts of a step."""
@@ -144,25 +144,18 @@ def _enter(step: int, name: str) -> None:
         _recorder.set_phase(step, name)
 
 
-class phase:
-    """Context manager for a part of an optimizer step. After an error, the recorder keeps the phase that failed.
+@contextmanager
+def phase(name: str, in_profile: bool = True) -> Iterator[None]:
+    """A part of an optimizer step. After an error, the recorder keeps the phase that failed.
 
-    Elsewhere, as in an evaluation, the recorder keeps what the run is at.
+    Elsewhere, as in an evaluation, the recorder keeps what the run is at, which says more.
     """
+    from torch.profiler import record_function  # takes seconds, once
 
-    def __init__(self, name: str, in_profile: bool = True) -> None:
-        from torch.profiler import record_function  # takes seconds, once
-
-        self._name = name
-        self._mark = record_function(name) if in_profile else nullcontext()
-
-    def __enter__(self) -> None:
-        self._before = _phase
-        if _step >= 0:  # outside of steps, what the run is at says more
-            _enter(_step, self._name)
-        self._mark.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        self._mark.__exit__(kind, *rest)
-        if kind is None and _step >= 0:
-            _enter(_step, self._before)
+    before = _phase
+    if _step >= 0:
+        _enter(_step, name)
+    with record_function(name) if in_profile else nullcontext():
+        yield
+    if _step >= 0:
+        _enter(_step, before)
