@@ -16,7 +16,7 @@ from ddp_lab.record_format import SHARED_GPU
 from ddp_lab.runtime import share_gpu
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import OneRankError, UserError
-from ddp_lab.runtime.groups import host_barrier, on_every_rank
+from ddp_lab.runtime.groups import host_barrier, on_every_rank, told_through
 from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.speed import NONE, Link, Nodes
 from ddp_lab.runtime.mesh import TENSOR, Mesh, MeshGroups, mesh_groups
@@ -156,19 +156,6 @@ def require_own_gpus(gpus: Sequence[str]) -> None:
             )
 
 
-def gpus_of_ranks(store: dist.Store, rank: int, size: int, device: torch.device, turns: str) -> tuple[list[str], str]:
-    """The host and the UUID of each rank's GPU, and why ranks of any node take turns on one. Collective.
-
-    Rank 0, whose process has the store and may end next, returns when all ranks have read it.
-    """
-    store.set(f"gpu/{rank}", f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}\n{turns}")
-    rows = [row.decode().split("\n") for row in store.multi_get([f"gpu/{other}" for other in range(size)])]
-    store.set(f"gpu/{rank}/read", "")
-    if rank == 0:
-        store.wait([f"gpu/{other}/read" for other in range(size)])
-    return [gpu for gpu, _ in rows], max(turns for _, turns in rows)
-
-
 def joined(config: RunConfig) -> Ranks:
     """Make the default process group. Collective.
 
@@ -187,7 +174,9 @@ def joined(config: RunConfig) -> Ranks:
     store, rank, size = met or meet(timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        gpus, turns = gpus_of_ranks(store, rank, size, device, turns)
+        own_gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+        rows = [row.split("\n") for row in told_through(store, "gpu", rank, size, f"{own_gpu}\n{turns}")]
+        gpus, turns = [gpu for gpu, _ in rows], max(why for _, why in rows)
         if library_of(backend) == NCCL and not config.share_gpu:
             require_own_gpus(gpus)
         sharing = share_gpu.described(gpus, turns if config.share_gpu else None)

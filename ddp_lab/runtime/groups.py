@@ -49,6 +49,19 @@ def host_barrier() -> None:
     group.barrier(options).wait()
 
 
+def told_through(store: dist.Store, key: str, rank: int, size: int, text: str) -> list[str]:
+    """What each of `size` ranks tells under `key`, before there is a process group. Collective.
+
+    Rank 0, whose process may have the store and end next, returns when all ranks have read it.
+    """
+    store.set(f"{key}/{rank}", text)
+    texts = [told.decode() for told in store.multi_get([f"{key}/{other}" for other in range(size)])]
+    store.set(f"{key}/{rank}/read", "")
+    if rank == 0:
+        store.wait([f"{key}/{other}/read" for other in range(size)])
+    return texts
+
+
 def from_rank0(make: Callable[[], Result]) -> Result:
     """What `make` returns on rank 0, broadcast to every rank. Collective.
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import told_through
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS, DEFAULT_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "/tmp/nvidia-mps"
@@ -55,19 +56,17 @@ def begin(store: dist.Store, over_nccl: bool) -> str:
     Raises:
         UserError: NCCL is too old, or a GPU cannot be shared.
     """
-    key, local_rank = f"multi-process service/{socket.gethostname()}", os.environ["LOCAL_RANK"]
-    if local_rank == "0":
+    local_rank, told = int(os.environ["LOCAL_RANK"]), ""
+    if local_rank == 0:
         folder, turns = found_or_started()
         try:
             refusal = problem(torch.cuda.nccl.version() if over_nccl else None, gpu_modes(), turns)
         except subprocess.TimeoutExpired as error:
             refusal = f"nvidia-smi does not answer within {error.timeout:g} s; dmesg may say why the driver hangs"
-        store.set(key, "\n".join((folder, turns, refusal)))
-    folder, turns, refusal = store.get(key).decode().split("\n")
-    store.set(f"{key}/{local_rank}", "read")
+        told = "\n".join((folder, turns, refusal))
+    key, size = f"multi-process service/{socket.gethostname()}", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    folder, turns, refusal = told_through(store, key, local_rank, size, told)[0].split("\n")
     if refusal:
-        if local_rank == "0":  # whose process may have the store, and ends now
-            store.wait([f"{key}/{other}" for other in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))])
         raise UserError(f"--share-gpu: {refusal}")
     if folder:
         os.environ.update(directories(folder))

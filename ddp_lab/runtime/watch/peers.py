@@ -13,7 +13,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ddp_lab.runtime.groups import host_barrier
+from ddp_lab.runtime.groups import host_barrier, told_through
 from ddp_lab.runtime.watch.cause import Mismatch, RankNames, RankReport, find_mismatch
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 
@@ -35,9 +35,9 @@ class Peers:
         self._here: dict[int, FlightRecorder] = {}  # of the others on this node
         self._store = dist.PrefixStore("ddp-lab", _get_default_store().clone())
         self._store.set_timeout(timedelta(seconds=60))
-        self._store.set(f"recorder/{rank}", f"{node_name()} {flight.path}")
-        for other in range(world_size):
-            node, path = self._store.get(f"recorder/{other}").decode().split(" ", 1)
+        recorders = told_through(self._store, "recorder", rank, world_size, f"{node_name()} {flight.path}")
+        for other, recorder in enumerate(recorders):
+            node, path = recorder.split(" ", 1)
             if other != rank and node == node_name():
                 with suppress(OSError):
                     self._here[other] = FlightRecorder.open(Path(path))
