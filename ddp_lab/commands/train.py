@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from ddp_lab.families import EVERY
 from ddp_lab.runtime.cli import OneLineParser, at_least
-from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.entrypoint import configured, ranks_here, train_from_command_line
 from ddp_lab.runtime.flags import build_parser as build_flags
-from ddp_lab.runtime.flags import gives
+from ddp_lab.runtime.flags import gives, parse_config
 from ddp_lab.runtime.process.launcher import Stopped, adopt_launcher
 from ddp_lab.runtime.process.torchrun import quiet_torchrun, start_ranks
 
@@ -45,15 +44,12 @@ def main(arguments: Sequence[str]) -> int:
         finder.error("name a strategy first, as in: ddp-lab train zero3")
     if "RANK" in os.environ:
         return train_from_command_line(ABOUT, EVERY, arguments=flags, prog=PROG)
-
-    def count_ranks(config: RunConfig) -> int:
-        count: int = options.ranks or ranks_here(config)
-        return count
-
-    config = configured(ABOUT, EVERY, arguments=flags, prog=PROG, count_ranks=count_ranks)
+    config = parse_config(ABOUT, EVERY, arguments=flags, prog=PROG, besides=["--ranks"])
+    ranks = options.ranks or ranks_here(config)
+    config = configured(config, flags, ranks)
     quiet_torchrun()
     try:
-        return 0 if start_ranks(config, count_ranks(config), EVERY) else 1
+        return 0 if start_ranks(config, ranks, EVERY) else 1
     except Stopped as stopped:
         if not stopped.is_said:
             name = signal.Signals(stopped.number).name

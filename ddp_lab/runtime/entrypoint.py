@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,8 @@ def train_from_command_line(
         guard_output(goes_on=True)
     adopt_launcher(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; the watcher answers it later
-    return train(configured(description, registry, aliases, arguments, prog), registry)
+    config = parse_config(description, registry, aliases, arguments, prog)
+    return train(configured(config, arguments), registry)
 
 
 def train(config: RunConfig, registry: Registry) -> int:
@@ -65,27 +66,19 @@ def train(config: RunConfig, registry: Registry) -> int:
     return code or 0  # torchrun shows the traceback of an unforeseen error
 
 
-def configured(
-    description: str,
-    registry: Registry,
-    aliases: Sequence[str] = (),
-    arguments: Sequence[str] | None = None,
-    prog: str | None = None,
-    count_ranks: Callable[[RunConfig], int] | None = None,
-) -> RunConfig:
+def configured(config: RunConfig, arguments: Sequence[str] | None = None, ranks: int = 0) -> RunConfig:
     """The settings of the command line, as the ranks can train with them, after the first line of a run. Exits with one
     line where they cannot. If no batch is given, ranks among which the default does not divide get the nearest that
     does.
 
     Args:
-        description, registry, aliases, arguments, prog: As of `parse_config`.
-        count_ranks: How many ranks of this node are to be started. Default: this process is one of them.
+        config: As `parse_config` makes it of `arguments`.
+        ranks: So many are to be started on this node. Default: this process is one of them.
     """
-    config = parse_config(description, registry, aliases, arguments, prog, ["--ranks"] if count_ranks else [])
-    environ, is_started_by_us = os.environ, count_ranks is None and arguments is not None
+    environ, is_started_by_us = os.environ, not ranks and arguments is not None
     try:
-        if count_ranks:
-            size = on_node = count_ranks(config)
+        if ranks:
+            size = on_node = ranks
             require_room(size)
         else:
             require_launcher(environ)

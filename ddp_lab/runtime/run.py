@@ -55,7 +55,7 @@ from ddp_lab.runtime.records.record import gather_memory, make_run_id, make_trac
 from ddp_lab.runtime.records.run_so_far import RunSoFar, Setup
 from ddp_lab.runtime.watch.cause import RankNames
 from ddp_lab.runtime.watch.phases import between_steps, start_so_far
-from ddp_lab.runtime.watch.watcher import watched
+from ddp_lab.runtime.watch.watcher import Watcher
 from ddp_lab.strategy.account import ModelSize
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.registry import HOOK, found_at, refuse_tensor_parallelism
@@ -79,7 +79,9 @@ def run(
             stop_requests(config.checkpoint_every is not None) as so_far.stop_request,
             joined_ranks(config) as ranks,
             so_far.saying_errors(ranks.is_main),
-            watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight, RankNames(mesh)) as watcher,
+            Watcher(
+                ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight, RankNames(mesh)
+            ).watching() as watcher,
             meshed(ranks, config.mesh) as ranks_on_mesh,
         ):
             so_far.latest_collectives = watcher.latest_collectives

@@ -28,7 +28,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import Backend
 from torch._C._profiler import _RecordFunctionFast as RecordFunction
 
 from ddp_lab.collectives.calls import COMPLETED, ISSUED
@@ -65,7 +64,7 @@ class CollectiveRecorder:
     ) -> None:
         self._flight, self._on_device, self._on_abort, self._names = flight, on_device, on_abort, names
         self._groups: list[tuple[dist.ProcessGroup, Ranks]] = []  # with its ranks
-        self._aborting: list[Backend] = []  # those that tell before they end the process
+        self._hooks = ExitStack()  # removes them
         self._digests: dict[str, int] = defaultdict(int)  # by name of a group
         self._seqs: dict[str, int] = defaultdict(int)
         self._issuing: dict[str, int] = {}  # number of the collective that a group is issuing now
@@ -87,20 +86,17 @@ class CollectiveRecorder:
                 timeouts[device.type] = backend.options._timeout.total_seconds()
             if backend.supports_abort_hooks:
                 backend.register_abort_hook(HOOK_ID, self._on_abort)
-                self._aborting.append(backend)
+                self._hooks.callback(backend.unregister_abort_hook, HOOK_ID)
         before = self._before(group.group_name, group_name(members, what, number), timeouts)
         group.register_pre_hook(HOOK_ID, before)
         group.register_post_hook(HOOK_ID, self._after(group.group_name))
+        self._hooks.callback(group.unregister_pre_hook, HOOK_ID)
+        self._hooks.callback(group.unregister_post_hook, HOOK_ID)
 
     def stop(self) -> None:
         """Remove all hooks and references to groups, which would delay the end of these groups."""
-        for group, _ in self._groups:
-            group.unregister_pre_hook(HOOK_ID)
-            group.unregister_post_hook(HOOK_ID)
-        for backend in self._aborting:
-            backend.unregister_abort_hook(HOOK_ID)
+        self._hooks.close()
         self._groups.clear()
-        self._aborting.clear()
         self._on_device.clear()
         self._latest = self.gradients = None
 

@@ -40,7 +40,7 @@ KeepFlight = Callable[[int, RankState], None]
 
 
 class Watcher:
-    """Watches from `start` until `close`.
+    """Watches within `watching`.
 
     Args:
         report: Called on one rank when the run ends in trouble. It tells the user and writes the run record.
@@ -62,17 +62,24 @@ class Watcher:
         self._killed_before = kills_for_memory()
         self._thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
 
-    def start(self) -> None:
-        """Find the other ranks, and begin to watch them. Collective."""
+    @contextmanager
+    def watching(self) -> Iterator["Watcher"]:
+        """Within this context the ranks watch each other. An error of one ends them all with one report. Collective."""
         self._peers = Peers(self.flight, self._rank, self._world_size)
         self.flight.keep_crashes()
         self._signals = SignalReceiver()
         record_phases_in(self.flight)
         self._thread.start()
-
-    def close(self) -> None:
-        """The run is completed: stop watching."""
-        self.flight.page.is_finished = True
+        with recorded_collectives(self.flight, self.on_device, self.aborted, self._names):
+            try:
+                yield self
+                host_barrier()
+            except BaseException as error:
+                if isinstance(error, OneRankError) or not isinstance(error, AgreedError):
+                    self.end(ExitReason.of(error, in_collective=self.flight.page.waiting >= 0))
+                self._agree(error)
+                raise
+        self.flight.page.is_finished = True  # the run is completed
         self._is_closed = True
         self._thread.join()
         record_phases_in(None)
@@ -82,16 +89,12 @@ class Watcher:
     def latest_collectives(self) -> tuple[Call, ...]:
         return self.flight.state().entries
 
-    def agree(self, error: Exception) -> None:
+    def _agree(self, error: Exception) -> None:
         """An error that all ranks raise. Rank 0 reports it elsewhere, and each rank leaves by itself."""
         self.flight.set_exit_reason(ExitReason.now("agreed", str(error)))
         if isinstance(error, SequenceError):
             self._keep_flight(self._rank, self.flight.state())
         self._agreed_at = time.monotonic()
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """An error of this rank alone."""
-        self.end(ExitReason.of(error, in_collective=self.flight.page.waiting >= 0))
 
     def aborted(self) -> None:
         """The backend ends this process when this returns, which it does not: a collective failed or timed out."""
@@ -175,22 +178,3 @@ class Watcher:
             peers.kill(rank)
         if not rank0_reports:
             peers.await_report()
-
-
-@contextmanager
-def watched(
-    rank: int, world_size: int, report: Report, keep_flight: KeepFlight, names: RankNames = NUMBERS
-) -> Iterator[Watcher]:
-    """Within this context the ranks watch each other. An error of one ends them all with one report. Collective."""
-    watcher = Watcher(rank, world_size, report, keep_flight, names)
-    watcher.start()
-    with recorded_collectives(watcher.flight, watcher.on_device, watcher.aborted, names):
-        try:
-            yield watcher
-            host_barrier()
-        except BaseException as error:
-            if isinstance(error, OneRankError) or not isinstance(error, AgreedError):
-                watcher.fail(error)
-            watcher.agree(error)
-            raise
-    watcher.close()
