@@ -31,6 +31,8 @@ KIND_SENTENCES = {
     "cuda": "GPU trace: device kernels as recorded.",
     "cuda over gloo": "GPU trace, collectives on Gloo's CPU threads: the device shows only compute and copies, "
     "so HTA's exposed communication, idle time and overlap are unknown.",
+    "cuda without collectives": "GPU trace without the kernels of its collectives: what was sent, exposed "
+    "communication, idle time and overlap are unknown.",
 }
 HTA_PARTS = ("compute", "non_compute", "idle")
 MOST_PROCESSES = 8
@@ -65,7 +67,8 @@ class WindowAnalysis:
     @property
     def kind_sentence(self) -> str:
         first = self.timelines[0]
-        return KIND_SENTENCES["cuda over gloo" if hides_communication(first) else first.kind]
+        hidden = "cuda without collectives" if first.collectives.empty else "cuda over gloo"
+        return KIND_SENTENCES[hidden if first.hides_communication else first.kind]
 
 
 def analyse_window(
@@ -188,12 +191,6 @@ def require_comparable(timelines: list[RankTimeline]) -> None:
                 )
 
 
-def hides_communication(timeline: RankTimeline) -> bool:
-    """Whether ranks met, but never on the device, which is all that HTA sees. A rank alone sends nothing."""
-    no_kernels = not (timeline.kernels["lane"] == "communication").any()
-    return timeline.kind == "cuda" and no_kernels and bool(timeline.collectives["group_size"].gt(1).any())
-
-
 def summary_row(timeline: RankTimeline, figures: dict[Any, float]) -> dict[str, Any]:
     """The row of `summary.csv` for one rank. Times are of the profiled steps.
 
@@ -201,8 +198,16 @@ def summary_row(timeline: RankTimeline, figures: dict[Any, float]) -> dict[str, 
         figures: The rank's row of `holistic_figures`.
     """
     steps, calls = len(timeline.steps), timeline.collectives
-    if hides_communication(timeline):
+    if timeline.hides_communication:
         figures = figures | dict.fromkeys(("non_compute_us", "idle_us", "overlap_pct"), float("nan"))
+    sent = {
+        "collective_calls_per_step": len(calls) / steps,
+        "collective_bytes_per_step": calls["bytes"].sum(skipna=False) / steps,
+        "collective_sent_bytes_per_step": sent_bytes(calls).sum(skipna=False) / steps,
+        **collectives_by_kind(calls, steps),
+    }
+    if timeline.hides_communication and calls.empty:
+        sent = dict.fromkeys(sent, float("nan"))
     return {
         "rank": timeline.rank,
         "world_size": timeline.world_size,
@@ -212,10 +217,7 @@ def summary_row(timeline: RankTimeline, figures: dict[Any, float]) -> dict[str, 
         **{f"{part}_ms": round(figures[f"{part}_us"] / steps / 1000, 3) for part in HTA_PARTS},
         **{f"{part}_pct": round(100 * figures[f"{part}_us"] / figures["total_us"], 2) for part in HTA_PARTS},
         "overlap_pct": figures["overlap_pct"],
-        "collective_calls_per_step": len(calls) / steps,
-        "collective_bytes_per_step": calls["bytes"].sum(skipna=False) / steps,
-        "collective_sent_bytes_per_step": sent_bytes(calls).sum(skipna=False) / steps,
-        **collectives_by_kind(calls, steps),
+        **sent,
     }
 
 

@@ -5,6 +5,7 @@ import hashlib
 import html
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,13 @@ def test_interval_sets_against_brute_force(first, second):
 # Figures worked out by hand ------------------------------------------------------------------------------------------
 
 
-@each_row("make", [cpu_trace, cuda_trace])
+KERNELS = (
+    "void c10d::symmetric_memory::two_shot_all_reduce_kernel<float>(float**)",
+    "cross_device_reduce_1stage<float>",
+)
+
+
+@each_row("make", [cpu_trace, cuda_trace, *(partial(cuda_trace, comm_name=name) for name in KERNELS)])
 def test_figures_of_a_trace_worked_out_by_hand(tmp_path, make):
     """Docstring of `cpu_trace`: two analysed steps; between them nothing runs from t+900 to t+1100.
 

@@ -55,6 +55,12 @@ def launches_of(trace, name):
     return [each for each in of(trace, "Launch") if each["args"]["correlation"] in links]
 
 
+def without_nccl(trace):
+    """The host's calls are there."""
+    without(trace, launches_of(trace, "nccl") + of(trace, "nccl"))
+    trace["traceEvents"] += [event("cpu_op", "nccl:all_reduce", BEGAN + at, 9) for at in (540, 1540, 2540)]
+
+
 Change = Callable[[Trace], Any]
 OF_CPU = {
     "an operator without time": (lambda t: of(t, "mm")[0].update(ts=None), r"without a time are left out \(1\)"),
@@ -77,6 +83,7 @@ OF_DEVICE = {
     "a kernel overtaken": (lambda t: shifted(of(t, "gemm")[:1], 1200), "launched earlier"),
     "a device's clock": (lambda t: shifted(of(t, "gemm", "add", "nccl"), -400), "0.350 ms or more behind"),
     "a step that is missing": (lambda t: of(t, "Step#6")[0].update(name="x"), "same run|steps are 5, 7"),
+    "no kernels of NCCL": (lambda t: without_nccl(t), r"calls collectives \(2\), but no kernel of theirs"),
     "a gap between steps": (lambda t: of(t, "Step#5")[0].update(dur=500), "0.500 ms between steps"),
     "another collective": (lambda t: of(t, "nccl")[0]["args"].update({"In msg nelems": 9999}), "kind or size"),
 }
@@ -133,6 +140,11 @@ def test_a_start_that_a_busy_cpu_records_late_is_no_fault(tmp_path):
         late = written(tmp_path / kind, kind, lambda trace, name=name, by=by: shifted(of(trace, name)[:1], by))
         doubts = analyse_window(find_windows(late)[0]).doubts
         assert any("before the last rank" in doubt for doubt in doubts) == (kind == "cuda"), doubts
+
+
+def test_equal_times_between_steps_are_no_fault(tmp_path):
+    folder = written(tmp_path, "cuda", lambda trace: [step.update(dur=800) for step in of(trace, "Step#")])
+    assert analyse_window(find_windows(folder)[0]).doubts == []
 
 
 def figures(folder):

@@ -93,7 +93,8 @@ def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> It
         mesh = None
     for timeline in timelines:
         traffic = [part for part in record["expected_traffic"] if part.get("rank") in (None, timeline.rank)]
-        is_unknown = record["expected_traffic"] and not traffic  # of this stage: the run ended early
+        is_unknown = bool(record["expected_traffic"]) and not traffic  # of this stage: the run ended early
+        is_unknown |= timeline.hides_communication and timeline.collectives.empty
         if is_unknown or (record["world_size"] == 1 and timeline.kind == "cuda"):
             continue
         steps = full_steps(timeline, record)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ddp_lab.analysis.columns import DIMENSION_COLUMNS
 from ddp_lab.analysis.mesh import Mesh, dimension_of, in_order
-from ddp_lab.analysis.traces.groups import ranks_of
+from ddp_lab.analysis.traces.collectives import ranks_of
 from ddp_lab.analysis.traces.intervals import Intervals, clip, length, minus, union
 from ddp_lab.analysis.traces.timeline import RankTimeline
 

@@ -117,6 +117,8 @@ def _split(
     for name, part in parts.items():
         steps[name] = [length(clip(part, start, end)) / 1000 for start, end in timeline.windows]
     steps["idle_ms"] = steps["step_ms"] - steps[["compute_ms", "exposed_ms", "exposed_copy_ms"]].sum(axis="columns")
+    if timeline.hides_communication and calls.empty:
+        steps[["exposed_ms", "exposed_wait_ms", "exposed_transfer_ms", "idle_ms"]] = np.nan
     by_dimension = pd.DataFrame(columns=list(DIMENSION_COLUMNS))
     if mesh is not None:
         by_dimension = dimension_steps(timeline, calls, compute, (cells, owner, waits), mesh)

@@ -12,7 +12,7 @@ import pandas as pd
 EARLY_US = 100.0
 """By how much the clocks of device and host may let a kernel begin before its launch, or overtake another."""
 GAP = 0.1
-"""Share of a step that may lie between two: the profiler's own work."""
+"""Share of a step by which the time between two may be longer than usual; the usual is the profiler's own work."""
 OVERLAP = 0.01
 """Share of a stream's busy time in which kernels may overlap: dependent launches do."""
 
@@ -84,6 +84,10 @@ def of_timeline(kernels: pd.DataFrame, steps: pd.DataFrame, operators: pd.DataFr
     numbers, starts, ends = (steps[name].to_numpy() for name in ("number", "start", "end"))
     if (np.diff(numbers) != 1).any():
         yield f"its steps are {', '.join(map(str, numbers[:12]))}: what lies between counts in the step before"
-    between = (starts[1:] - ends[:-1])[np.diff(numbers) == 1]
-    if between.max(initial=0) > GAP * (ends - starts).mean():
-        yield f"up to {between.max() / 1000:.3f} ms between steps are of none, so figures lack what was launched there"
+    between = np.where(np.diff(numbers) == 1, starts[1:] - ends[:-1], 0)
+    usual = np.median([*between, 0])
+    if between.max(initial=0) - usual > GAP * (ends - starts).mean():
+        yield (
+            f"{between.max() / 1000:.3f} ms between steps {numbers[between.argmax()]} and "
+            f"{numbers[between.argmax() + 1]} are of none, more than between others, so figures lack what ran there"
+        )

@@ -16,9 +16,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.traces.collectives import COLUMN_TYPES, COLUMNS, ITEM_BYTES, only_group
-from ddp_lab.analysis.traces.gloo_operators import dtype_of, tensor_sizes
-from ddp_lab.analysis.traces.groups import call_at, calls_by_thread, shown
+from ddp_lab.analysis.traces.collectives import (
+    COLUMN_TYPES,
+    COLUMNS,
+    ITEM_BYTES,
+    dtype_of,
+    enclosing,
+    only_group,
+    shown,
+    tensor_sizes,
+)
 from ddp_lab.analysis.traces.reading import COLLECTIVE_KERNEL
 from ddp_lab.collectives.kinds import ENDS, MESSAGE, kind_of
 
@@ -46,9 +53,16 @@ def device_collectives(
         if isinstance(args, dict) and "Collective name" in args and (operator := _whole(args, "External id")) >= 0
     }
     groups, group = _ranks_by_group(info), only_group(info)
-    operators, spans = (calls_by_thread(events, prefix) for prefix in ("c10d::", "nccl:"))
+    kernels = kernels[kernels["name"].str.match(COLLECTIVE_KERNEL)]
+    launches = kernels[["launcher", "launch"]].set_axis(["thread", "start"], axis="columns")
+    names = events["name"]
+    operators, spans = (
+        enclosing(launches, events[names.str.startswith(prefix) & (names != "nccl:coalesced")])  # of unknown content
+        for prefix in ("c10d::", "nccl:")
+    )
+    calls = np.where(operators >= 0, operators, spans)
     rows: dict[int, list[Any]] = {}
-    for number, kernel in enumerate(kernels[kernels["name"].str.match(COLLECTIVE_KERNEL)].itertuples()):
+    for number, (kernel, label) in enumerate(zip(kernels.itertuples(), calls, strict=True)):
         args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
         operator = _whole(args, "External id")
         key = operator if operator in described else -1 - number
@@ -56,12 +70,10 @@ def device_collectives(
             rows[key][2] = max(rows[key][2], kernel.end)
             continue
         args = {**described.get(operator, {}), **args}
-        thread, moment = str(kernel.launcher), float(kernel.launch)  # type: ignore[arg-type]
-        call = call_at(operators, thread, moment) or call_at(spans, thread, moment)
-        kind = _kind(str(args.get("Collective name") or (call.name if call else kernel.name)))
+        call_name, call_args = (events["name"][label], events["args"][label]) if label >= 0 else (kernel.name, None)
+        kind = _kind(str(args.get("Collective name") or call_name))
         size = max(_whole(args, "Group size"), 0) or np.nan
-        payload, dtype = _payload(args, kind, size, call.args if call else None)
-        stream = f"stream {args.get('stream', '?')}"
+        payload, dtype = _payload(args, kind, size, call_args)
         rows[key] = [
             kind,
             kernel.start,
@@ -70,7 +82,7 @@ def device_collectives(
             shown(_group_name(args, groups), world_size),
             size,
             dtype,
-            stream,
+            f"stream {args.get('stream', '?')}",
             kernel.launch,
             "",
         ]
@@ -83,8 +95,8 @@ def device_collectives(
 
 
 def _kind(name: str) -> str:
-    """`batch_op_issue` is ProcessGroupNCCL2's group of messages."""
-    kind = kind_of(name)
+    """`batch_op_issue` is ProcessGroupNCCL2's group of messages, `cross_device_reduce` vLLM's all-reduce."""
+    kind = kind_of(name.replace("cross_device_reduce", "all_reduce"))
     return MESSAGE if kind in ENDS or "batch_op" in name else kind or "other"
 
 

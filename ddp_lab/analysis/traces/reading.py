@@ -17,16 +17,26 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ddp_lab.analysis.traces.gloo_operators import with_paced_names
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import json_bytes, most_bytes
 
+PACED = "paced::"
+"""`--link` (docs/link.md) makes operators `paced::all_reduce` and so on, which last as long as Gloo's spans would over
+such links; Gloo's own spans are as they are in memory."""
 DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 LAUNCH_CATEGORIES = ("_runtime", "_driver")
-COLLECTIVE_KERNEL = re.compile(r"^(nccl|rccl|msccl).*kernel", re.IGNORECASE)
-"""RCCL names its kernels `ncclDevKernel_Generic`, and those of MSCCL schedules `mscclKernel_Sum_half_Simple_false`."""
+COLLECTIVE_KERNEL = re.compile(
+    r"(?i:nccl|rccl|msccl).*(?i:kernel)|(?!triton_).*"
+    r"((?<![A-Za-z])all_?reduce|AllReduce|(?<![A-Za-z])all_?gather|AllGather|reduce_scatter|ReduceScatter|all_?to_?all"
+    r"|AllToAll|multimem_|symmetric_memory::|cross_device_reduce|nvshmem|deep_ep::)"
+)
+"""RCCL names its kernels `ncclDevKernel_Generic`, and those of MSCCL schedules `mscclKernel_Sum_half_Simple_false`.
+Behind them: symmetric memory of torch, custom all-reduces of vLLM and TensorRT-LLM, NVSHMEM, DeepEP. Names that begin
+with `triton_` are of Inductor: they list what was fused around a collective."""
+HOST_CALLS = ("nccl:", "rccl:", "record_param_comms")
+"""How events of the host begin that show that NCCL was called. Of ProcessGroupNCCL2 there is no `nccl:` span."""
 COLLECTIVE_NAME = re.compile(
-    r"^(c10d::|gloo:|group ranks |record_param_comms)|" + COLLECTIVE_KERNEL.pattern, re.IGNORECASE
+    rf"(c10d::|gloo:|{PACED}|issued |composed |{'|'.join(HOST_CALLS)})|{COLLECTIVE_KERNEL.pattern}"
 )
 OLD_CATEGORIES = {
     "Operator": "cpu_op",
@@ -78,9 +88,9 @@ class RankTrace:
 
     Attributes:
         info: The file's `distributedInfo`: backend, rank, world_size, pg_config; empty where there is none.
-        events: Events with a duration, in order of start. Columns cat, name, pid, tid (text), start, end
-            (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN),
-            launcher (process and thread that did), is_unlaunched (its launch is not there, though it is no earlier than
+        events: Events with a duration, in order of start. Columns cat, name, thread (process and thread), start,
+            end (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN),
+            launcher (the thread that did), is_unlaunched (its launch is not there, though it is no earlier than
             others that are) and args (a dict, of collectives only; else None). A trace with device events keeps only
             those operators of the host that issue collectives.
         unseen: When kernels were launched that are not in the trace, in us.
@@ -108,7 +118,6 @@ def parse_trace(data: bytes | bytearray, path: Path) -> RankTrace:
     if not data:
         raise UserError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
     file = _decode(data, path)
-    file.traceEvents = with_paced_names(file.traceEvents)
     for event in file.traceEvents:
         if type(event.cat) is str and event.cat in OLD_CATEGORIES:
             is_step = event.cat == "Operator" and str(event.name).startswith(STEP_PREFIX)
@@ -116,7 +125,9 @@ def parse_trace(data: bytes | bytearray, path: Path) -> RankTrace:
     info = file.distributedInfo if isinstance(file.distributedInfo, dict) else {}
     categories = {str(event.cat) for event in file.traceEvents}
     gives_work = any(category.endswith(LAUNCH_CATEGORIES) for category in categories)
-    if not categories & DEVICE_CATEGORIES and (gives_work or any(_is_nccl(event) for event in file.traceEvents)):
+    if not categories & DEVICE_CATEGORIES and (
+        gives_work or any(str(event.name).startswith(HOST_CALLS) for event in file.traceEvents)
+    ):
         raise UserError(f"{path}: shows what was launched on a device, but not what ran there; profile the device too")
     events, unseen, notes = _table(file.traceEvents)
     if events.empty:
@@ -170,11 +181,6 @@ def _repaired(data: bytes | bytearray) -> bytes:
     return json.dumps(file, ensure_ascii=False).encode("utf-8", errors="replace")
 
 
-def _is_nccl(event: _Event) -> bool:
-    """Whether an event of the host shows that NCCL was called. Of ProcessGroupNCCL2 there is no `nccl:` span."""
-    return isinstance(event.name, str) and event.name.startswith(("nccl:", "rccl:", "record_param_comms"))
-
-
 def _table(events: list[_Event]) -> tuple[pd.DataFrame, NDArray[np.float64], list[str]]:
     """Of a `RankTrace` the events, what is unseen and the notes."""
     complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
@@ -197,18 +203,20 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, NDArray[np.float64], lis
         {
             "cat": [event.cat for event in kept],
             "name": [event.name for event in kept],
-            "pid": [str(event.pid) for event in kept],
-            "tid": [str(event.tid) for event in kept],
+            "thread": [f"{event.pid} {event.tid}" for event in kept],
             "start": _numbers([event.ts for event in kept]),
             "end": _numbers([event.dur for event in kept]),
             "stream": ["" if of is None else _clean(str(of.stream)) for of in device],
             "launch": _numbers([None if by is None else by.ts for by in launches]),
-            "launcher": ["" if by is None else f"{by.pid} {by.tid}" for by in launches],
+            "launcher": [None if by is None else f"{by.pid} {by.tid}" for by in launches],
             "is_unlaunched": [of is not None and (of.correlation is None or of.correlation >= first) for of in device],
             "args": [_arguments(event) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
         }
     )
     frame["is_unlaunched"] &= frame["launch"].isna()
+    if frame["name"].str.startswith(PACED).any():
+        frame = frame[~frame["name"].str.startswith("gloo:")]
+        frame["name"] = frame["name"].replace(f"^{PACED}", "gloo:", regex=True)
     negative = frame["end"] < 0
     frame["end"] += frame["start"]
     usable = np.isfinite(frame["start"]) & np.isfinite(frame["end"]) & ~negative

@@ -17,10 +17,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ddp_lab.analysis.traces.checks import of_timeline, with_launches, without_early
-from ddp_lab.analysis.traces.collectives import gloo_collectives, only_group
+from ddp_lab.analysis.traces.collectives import only_group
+from ddp_lab.analysis.traces.gloo import GLOO, gloo_collectives
 from ddp_lab.analysis.traces.intervals import Intervals
 from ddp_lab.analysis.traces.nccl import device_collectives
-from ddp_lab.analysis.traces.reading import COLLECTIVE_KERNEL, DEVICE_CATEGORIES, STEP_PREFIX, RankTrace
+from ddp_lab.analysis.traces.reading import COLLECTIVE_KERNEL, DEVICE_CATEGORIES, HOST_CALLS, STEP_PREFIX, RankTrace
 from ddp_lab.runtime.errors import UserError
 
 STEP_NAME = STEP_PREFIX + r"\d{1,15}"
@@ -30,7 +31,6 @@ LONGEST_STEP_US = 86_400e6
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 MOST_RANKS = 10**6
 """A world size above this is an error in the trace, and is ignored."""
-GLOO_PREFIX = "gloo:"
 COMPUTE_OPERATOR = re.compile(
     r"^(CompiledFunction(Backward)?$|(?!c10d|_c10d|autograd|profiler|record_)\w+::(?!distributed|autograd))"
 )
@@ -52,6 +52,7 @@ class RankTimeline:
         collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
             dtype, stream, issued, made_of (`2 scatters`; empty for calls by themselves).
         notes: A sentence for each thing that is wrong with the trace, and what that does to the figures.
+        hides_communication: Ranks met, but never in kernels of a device, which is all that HTA sees.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class RankTimeline:
     kernels: pd.DataFrame
     collectives: pd.DataFrame
     notes: Sequence[str] = ()
+    hides_communication: bool = False
 
     @cached_property
     def windows(self) -> Intervals:
@@ -130,6 +132,14 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
         on_streams = device_collectives(events[on_device], events, info, world_size or 0)
         collectives = pd.concat([collectives, on_streams], ignore_index=True)
     collectives = collectives[collectives["issued"].between(begin, end)]
+    hides = kind == "cuda" and not (kernels["lane"] == "communication").any()
+    calls = int((events["name"].str.startswith(HOST_CALLS) & events["start"].between(begin, end)).sum())
+    calls *= hides and world_size != 1  # a rank alone sends nothing
+    if calls:
+        notes.append(
+            f"the host calls collectives ({calls}), but no kernel of theirs is in it: what was sent, and how much of "
+            "its time was exposed, is unknown"
+        )
     is_phase = events["name"].isin(PHASES) | events["name"].str.startswith("pipeline ")
     phases = events[is_phase & (events["cat"] == "user_annotation")]
     return RankTimeline(
@@ -142,6 +152,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
         kernels=kernels[issued | running].reset_index(drop=True),
         collectives=collectives.reset_index(drop=True),
         notes=[*notes, *of_timeline(kernels[issued | running], profiled, operators)],
+        hides_communication=hides and bool(calls or (collectives["group_size"] > 1).any()),
     )
 
 
@@ -166,16 +177,16 @@ def device_kernels(device: pd.DataFrame) -> pd.DataFrame:
 
 
 def on_training_thread(events: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The operators that compute; the columns pid and tid of `steps` say which thread trains."""
-    training_thread = (events["pid"] == steps["pid"].iloc[0]) & (events["tid"] == steps["tid"].iloc[0])
-    return events[(events["cat"] == "cpu_op") & training_thread & events["name"].str.match(COMPUTE_OPERATOR)]
+    """The operators that compute; the column thread of `steps` says which thread trains."""
+    is_ours = (events["cat"] == "cpu_op") & (events["thread"] == steps["thread"].iloc[0])
+    return events[is_ours & events["name"].str.match(COMPUTE_OPERATOR)]
 
 
 def lower_cpu_events(events: pd.DataFrame, operators: pd.DataFrame) -> pd.DataFrame:
     """The same columns for a trace without a device: its events, and those of them that are `on_training_thread`."""
     compute = outermost(operators).assign(lane="compute", stream="compute")
-    spans = events[events["name"].str.startswith(GLOO_PREFIX)]
-    communication = spans.assign(lane="communication", stream="gloo " + spans["tid"].astype(str))
+    spans = events[events["name"].str.startswith(GLOO)]
+    communication = spans.assign(lane="communication", stream="gloo " + spans["thread"].str.split().str[1])
     kernels = pd.concat([compute, communication], ignore_index=True)
     return kernels.assign(launch=kernels["start"])[KERNEL_COLUMNS]
 
@@ -189,7 +200,7 @@ def outermost(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Columns number, start, end, pid, tid of the profiled optimizer steps, on the thread that has most of them.
+    """Columns number, start, end, thread of the profiled optimizer steps, on the thread that has most of them.
 
     Raises:
         UserError: there are none, or their times are impossible.
@@ -198,17 +209,15 @@ def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
     if found.empty:
         raise UserError(f"{path}: no {STEP_PREFIX} in it; call profiler.step() after each optimizer step")
     found["number"] = found["name"].str.removeprefix(STEP_PREFIX).astype(int)
-    threads = found.groupby(["pid", "tid"])["number"].transform("size")
-    found = found[threads == threads.max()].sort_values("number", kind="stable")
-    found = found[(found["pid"] == found["pid"].iloc[0]) & (found["tid"] == found["tid"].iloc[0])]
+    found = found.sort_values("number", kind="stable")
+    found = found[found["thread"] == found["thread"].value_counts(sort=False).idxmax()]
     ends, starts = found["end"].to_numpy()[:-1], found["start"].to_numpy()[1:]
     for index in np.flatnonzero(starts < ends - CLOCK_STEP_US):
         first, second = found["number"].iloc[index], found["number"].iloc[index + 1]
         raise UserError(f"{path}: step {second} begins before step {first} has ended; its clock went back")
-    longest = found.loc[(found["end"] - found["start"]).idxmax()]
-    if longest["end"] - longest["start"] > LONGEST_STEP_US:
-        raise UserError(f"{path}: step {longest['number']} lasts longer than a day; its clock is broken")
-    return found[["number", "start", "end", "pid", "tid"]]
+    if (endless := found[found["end"] - found["start"] > LONGEST_STEP_US]).size:
+        raise UserError(f"{path}: step {endless['number'].iloc[0]} lasts longer than a day; its clock is broken")
+    return found[["number", "start", "end", "thread"]]
 
 
 def host_windows(steps: pd.DataFrame) -> Intervals:

@@ -4,8 +4,8 @@ If ranks issue collectives in different orders, Gloo mixes those of equal size w
 others. So each process group gets a hook (`ProcessGroup.register_pre_hook`, which sees the reducer of PyTorch DDP too).
 The hook writes each collective into the flight recorder. It also adds kind, elements, dtype and root to a rolling
 digest, and for an all-reduced gradient the number of its parameter, because two gradients often have the same size.
-In a profile, it says in which group the collective runs, since events of Gloo do not: by a mark, an event of no length
-within the `c10d::` operator, such as `group ranks 0,2, tp`. It takes 0.4 us; 1.3 us in a profile.
+In a profile, it says what was issued and in which group, since events of Gloo do not: by a mark, an event of no length
+within the `c10d::` operator, such as `issued all_reduce #17 of 1000 float32 in ranks 0,2, tp`.
 Ranks that see different samples compare digests in the exchange at the end of every step (`ddp_lab.strategy.exchange`),
 which costs 8 bytes; ranks that see the same ones, in that at the beginning of the next. If digests differ, the ranks
 compare what they have recorded.
@@ -126,11 +126,8 @@ class CollectiveRecorder:
     def _before(self, name: str, label: str, timeouts: Mapping[str, float]) -> Callable[[Any], None]:
         # The hook runs for every collective, so what does not change between calls is looked up once.
         flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
-        mark = f"group {label}"
 
         def hook(call: Any) -> None:
-            with RecordFunction(mark):
-                pass
             inputs = call.input_tensors
             tensors = inputs or call.output_tensors
             kind, dtype, base = described(call.name, tensors[0].dtype if tensors else None)
@@ -141,6 +138,8 @@ class CollectiveRecorder:
             if kind == "all_reduce" and len(inputs) == 1 and self.gradients is not None:
                 parameter = self.gradients.number_at(inputs[0])
             seqs[name] = seq = seqs[name] + 1
+            with RecordFunction(f"issued {kind} #{seq} of {elements} {dtype} in {label}"):
+                pass
             issuing[name] = number = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
             if tensors and (timeout_s := timeouts.get(tensors[0].device.type)) is not None:
                 queue = name if kind not in ENDS else None

@@ -121,7 +121,7 @@ def free(tensor: Tensor | None) -> None:
 
 
 def composed(kind: str, part: str, ranks: int) -> str:
-    """The event in a trace around the calls that are one collective (`ddp_lab.analysis.traces.gloo_operators`)."""
+    """The event in a trace around the calls that are one collective (`ddp_lab.analysis.traces.gloo`)."""
     return f"composed {kind} of {parts_of(part, ranks)}"
 
 

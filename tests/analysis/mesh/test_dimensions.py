@@ -14,7 +14,7 @@ from ddp_lab.analysis.metrics.dimensions import dimensions
 from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.metrics.stragglers import stragglers
 from ddp_lab.analysis.record import checked
-from ddp_lab.analysis.traces.groups import ranks_of, shown
+from ddp_lab.analysis.traces.collectives import ranks_of, shown
 from ddp_lab.collectives.ranks import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA_DIMENSIONS, Mesh

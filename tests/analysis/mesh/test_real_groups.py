@@ -13,8 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window
-from ddp_lab.analysis.traces.collectives import gloo_collectives, only_group
+from ddp_lab.analysis.traces.collectives import only_group
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.analysis.traces.gloo import gloo_collectives
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks, meshed

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_lab.analysis.traces.collectives import gloo_collectives
+from ddp_lab.analysis.traces.gloo import gloo_collectives
 from ddp_lab.analysis.traces.reading import read_trace
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.sequence import recorded_collectives
 from tests.ranks import RankPool
 from tests.tables import each_row
 from tests.traces import event, parsed
@@ -21,7 +23,10 @@ Rows = list[tuple[str, float]]
 def profiled(body: Callable[[int, int], None]) -> Rows:
     """Kind and bytes of each collective that `body(rank, size)` issued, in the order in which it did."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+    with (
+        recorded_collectives(FlightRecorder.create(rank)),
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
+    ):
         body(rank, size)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -1,0 +1,191 @@
+"""The collectives that Gloo ran, from the spans of its threads and the calls that issued them.
+
+A call is a `c10d::` operator on the thread that issues it. Our runs leave a mark in it that names the collective and
+its group, as `issued all_reduce #17 of 1000 float32 in ranks 0,2, tp` (`ddp_lab.runtime.watch.sequence`). Other traces
+do not say in which group it ran, nor the dtype of a scatter from which a rank only receives.
+
+Over Gloo, some collectives are made of others: of a scatter or a broadcast from each rank. Our runs leave an event
+around the parts, `composed reduce_scatter of 2 scatters` (`composed` in `ddp_lab.strategy.communication.collectives`).
+"""
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ddp_lab.analysis.traces.collectives import (
+    COLUMN_TYPES,
+    COLUMNS,
+    EVERYBODY,
+    ITEM_BYTES,
+    dtype_of,
+    enclosing,
+    ranks_of,
+    shown,
+    tensor_sizes,
+)
+from ddp_lab.collectives.kinds import ENDS, MESSAGE, kind_of
+
+GLOO, MARK, COMPOSED = "gloo:", "issued ", "composed "
+MARK_NAME = MARK + r"\w+ #\d+ of \d+ (?P<dtype>\w*) in (?P<group>.*)"
+COMPOSED_NAME = re.compile(
+    COMPOSED + r"(?P<kind>all_gather|reduce_scatter) of (?P<parts>(?P<count>\d{1,6}) (?:scatter|broadcast)s?)"
+)
+ROOT = re.compile(r"(?:, root \d+| root \d+).*")
+"""What the group of one root has behind the name of the group of which it was made."""
+OF_LISTS, OF_TENSORS = "c10d::reduce_scatter_", "c10d::reduce_scatter_tensor_coalesced_"
+"""Operators that have several spans: one for each rank, and one for each tensor."""
+SECOND = frozenset(("all_gather", "all_to_all", "gather", "reduce_scatter"))
+"""Kinds of which the span shows the operator's second argument, not its first."""
+SHARES = frozenset(("all_gather", "gather", "scatter"))
+"""Kinds of which that argument is one rank's share: the payload is as many times as large as there are ranks."""
+
+
+def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBODY) -> tuple[pd.DataFrame, list[str]]:
+    """The columns of `COLUMNS`; a row for each call, or for all that are one collective (`_composed`). And a sentence
+    if a span is missing from between others.
+
+    A call belongs to the first span of its kind and size that began after it, on a thread of its group, and that no
+    earlier call has taken. The size is needed because two Gloo threads may start their work in either order. A span of
+    a scatter from which this rank only receives shows no size. Calls without a recorded span are left out.
+
+    Args:
+        world_size: 0 if unknown.
+        group: Of calls without a mark, from `only_group`. If the group of a call is unknown, so are its size and the
+            payload of collectives that split a tensor over ranks.
+    """
+    calls = _calls(events, world_size, group)
+    waiting, groups = _spans(events, calls)
+    around = enclosing(calls, events[events["name"].str.startswith(COMPOSED)])
+    wholes: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    began = []
+    issued: list[Any] = list(calls.itertuples())
+    for call, whole in zip(issued, around, strict=True):
+        spans = _take(call, waiting, groups)
+        began.append(max((span.start for span in spans), default=np.nan))
+        if not spans:
+            continue
+        dtype, size = dtype_of(spans[0].args) or call.dtype, len(ranks_of(call.group, world_size))
+        is_share = call.kind in SHARES or call.name == OF_LISTS
+        elements = call.elements * ((size or np.nan) if is_share else 1)
+        row = [
+            MESSAGE if call.kind in ENDS else call.kind,
+            min(span.start for span in spans),
+            max(span.end for span in spans),
+            0.0 if call.kind == "barrier" else elements * ITEM_BYTES.get(dtype, np.nan),
+            call.group,
+            size or np.nan,
+            dtype,
+            f"gloo {spans[0].thread.split()[1]}",
+            call.start,
+            "",
+        ]
+        wholes[whole if whole >= 0 else call.Index].append(dict(zip(COLUMNS, row, strict=True)))
+    rows = [row for label, parts in wholes.items() for row in _composed(str(events["name"][label]), parts)]
+    # A call that was under way when the trace ended has no span either, but then no later call like it has one.
+    latest = calls.assign(began=began).groupby(["kind", "group", "spans"])["began"].transform("max")
+    lost = int((np.isnan(began) & (latest > calls["start"])).sum())
+    said = f"collectives that Gloo ran are not in it ({lost}), so others like them have the times of later ones"
+    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES), [said] * bool(lost)
+
+
+def _calls(events: pd.DataFrame, world_size: int, group: str) -> pd.DataFrame:
+    """The operators that issue collectives, with their kind, group and dtype, the elements of their argument, and the
+    sizes that their spans show."""
+    calls = events[events["name"].str.startswith("c10d::")]
+    calls = calls.assign(kind=calls["name"].map(kind_of), group=group, dtype="")
+    calls = calls[calls["kind"] != ""]
+    marks = events[events["name"].str.startswith(MARK)]
+    told = marks["name"].str.extract(MARK_NAME).set_index(enclosing(marks, calls))
+    told["group"] = [shown(str(name), world_size) for name in told["group"]]
+    calls.update(told[~told.index.duplicated()])
+    ranks = [len(ranks_of(name, world_size)) or world_size for name in calls["group"]]
+    sizes = [_argument(call) for call in calls.itertuples()]
+    spans = [_span_sizes(*of) for of in zip(calls.itertuples(), sizes, ranks, strict=True)]
+    return calls.assign(elements=list(map(sum, sizes)), spans=pd.Series(spans, calls.index))
+
+
+def _argument(call: Any) -> list[int]:
+    """Elements of each tensor in the argument that a call's span shows."""
+    position = 1 if call.kind in SECOND and call.name != OF_LISTS else 0
+    return tensor_sizes(call.args, position) if call.kind != "barrier" else []
+
+
+def _span_sizes(call: Any, sizes: list[int], ranks: int) -> tuple[int, ...]:
+    """Elements that each span of a call shows."""
+    if call.name == OF_TENSORS:
+        return tuple(sizes)
+    if call.kind == "scatter":  # the root's span shows all that it sends, the others' spans show nothing
+        kinds = call.args.get("Input type") if isinstance(call.args, dict) else None
+        sends = isinstance(kinds, list) and len(kinds) > 1 and kinds[1] != "ScalarList"
+        return (sum(sizes) * ranks * sends,)
+    return (sum(sizes),) * (ranks if call.name == OF_LISTS else 1)
+
+
+def _spans(events: pd.DataFrame, calls: pd.DataFrame) -> tuple[dict[Any, list[Any]], dict[str, set[str]]]:
+    """The spans by kind and elements, in order of start; and the groups of which each Gloo thread may be.
+
+    A group has threads of its own. So a thread is of a group that issues everything that the thread ran.
+    """
+    everything = set(calls["group"])
+    issuing: dict[Any, set[str]] = defaultdict(set)
+    issued: list[Any] = list(calls.itertuples())
+    for call in issued:
+        for size in call.spans:
+            issuing[_on_gloo(call.kind), size].add(call.group)
+    waiting: dict[Any, list[Any]] = defaultdict(list)
+    groups: dict[str, set[str]] = {}
+    spans: list[Any] = list(events[events["name"].str.startswith(GLOO)].itertuples())
+    for span in spans:
+        dims = span.args.get("Input Dims") if isinstance(span.args, dict) else None
+        size = sum(sum(tensor_sizes(span.args, place)) for place in range(len(dims) if isinstance(dims, list) else 0))
+        key = _on_gloo(kind_of(str(span.name))), size
+        waiting[key].append(span)
+        of_thread = groups.setdefault(str(span.thread), everything)
+        groups[str(span.thread)] = of_thread & issuing.get(key, everything) or of_thread
+    return waiting, groups
+
+
+def _on_gloo(kind: str) -> str:
+    """Gloo runs a reduce-scatter as an all-reduce."""
+    return "all_reduce" if kind == "reduce_scatter" else kind
+
+
+def _take(call: Any, waiting: dict[Any, list[Any]], groups: dict[str, set[str]]) -> list[Any]:
+    """The spans of a call, taken out of `waiting`; none if one of them was not recorded."""
+    taken = []
+    for size in call.spans:
+        spans = waiting[_on_gloo(call.kind), size]
+        fitting = (i for i, span in enumerate(spans) if span.start >= call.start and call.group in groups[span.thread])
+        place = next(fitting, None)
+        if place is None:
+            return []
+        taken.append(spans.pop(place))
+    return taken
+
+
+def _composed(name: str, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The collective in the place of its `parts`, rows in order of issue; none if one of these is missing.
+
+    It runs from the start of the first to the end of the last, and its payload is the whole tensor: the sum of what is
+    broadcast, and what each root scatters.
+    """
+    match = COMPOSED_NAME.fullmatch(name)
+    if not match:
+        return parts
+    if len(parts) != int(match["count"]):
+        return []
+    first, sizes = parts[0], [part["bytes"] for part in parts]
+    return [
+        first
+        | {
+            "kind": match["kind"],
+            "made_of": match["parts"],
+            "start": min(part["start"] for part in parts),
+            "end": max(part["end"] for part in parts),
+            "bytes": sum(sizes) if match["kind"] == "all_gather" else max(sizes),
+            "group": ROOT.sub("", first["group"]),
+        }
+    ]
