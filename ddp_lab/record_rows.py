@@ -207,6 +207,8 @@ class Memory(Struct, kw_only=True):
     allocator's peak holds them"""
     peak_reserved_bytes: Count | None = None
     """the most bytes that torch's allocator held of the GPU in that step, free blocks among them; null on a CPU"""
+    device_used_bytes: Count | None = None
+    """what was in use of the GPU after that step, by all processes on it; null on a CPU"""
     timeline: Timeline | None = None
     """samples of the recorded step, in columns of equal length"""
     peak_rss_bytes: Count

@@ -1,12 +1,24 @@
-"""Memory, from run records: figures by rank, and the timeline of the recorded step."""
+"""Memory, from run records: figures by rank, the timeline of the recorded step, and what memory went to at its peak."""
 
+import re
 from typing import Any
 
 import pandas as pd
 
 from ddp_lab.analysis.columns import COMPONENTS, MEMORY_COLUMNS, SHARDABLE
 
-OTHER = "activations and temporaries"
+OTHER, CACHED, OUTSIDE = "activations and temporaries", "cached", "outside"
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+AMOUNT = r"([\d.]+) ?(bytes|[KMGT]iB)"
+OUT_OF_MEMORY = {
+    "asked": rf"[Tt]ried to allocate {AMOUNT}",
+    "tensors": rf"{AMOUNT} is allocated by PyTorch",
+    CACHED: rf"{AMOUNT} is reserved by PyTorch but unallocated",
+    "used": rf"this process has {AMOUNT} memory in use",
+    "free": rf"of which {AMOUNT} is free",
+    "total": rf"total capacity of {AMOUNT}",
+}
+"""What torch says when an allocation fails."""
 
 
 def memory_row(record: dict[str, Any] | None, rank: int) -> dict[str, Any]:
@@ -37,6 +49,32 @@ def memory_timeline(record: dict[str, Any] | None, rank: int) -> tuple[pd.DataFr
     frame["total"] = pd.Series(timeline["highest_bytes"]).clip(lower=states)
     frame[OTHER] = frame["total"] - states
     return frame, pd.DataFrame(timeline["phases"], columns=["name", "start_ms", "end_ms"])
+
+
+def memory_parts(record: dict[str, Any] | None) -> pd.DataFrame:
+    """What memory went to at the peak of the recorded step, in bytes; a row a rank whose record has a timeline.
+
+    Returns:
+        Columns rank, those of `COMPONENTS`, `OTHER`, `CACHED` (free, in torch's allocator), `OUTSIDE` (beside torch's
+        allocator; on a CPU: of the process, beside tensors; NaN if unknown) and limit.
+    """
+    rows = []
+    for held in record["memory"] if record else []:
+        if timeline := memory_timeline(record, held["rank"]):
+            frame, reserved = timeline[0], held["peak_reserved_bytes"]
+            peak = frame.iloc[int(frame["total"].to_numpy().argmax())]
+            of_torch = peak["total"] if reserved is None else reserved
+            whole = held["peak_rss_bytes"] if reserved is None else held["device_used_bytes"] or float("nan")
+            parts = {CACHED: of_torch - peak["total"], OUTSIDE: whole - of_torch, "limit": held["limit_bytes"]}
+            rows.append({"rank": held["rank"], **peak[[*COMPONENTS, OTHER]], **parts})
+    return pd.DataFrame(rows, columns=["rank", *COMPONENTS, OTHER, CACHED, OUTSIDE, "limit"])
+
+
+def failed_allocation(record: dict[str, Any] | None) -> dict[str, float]:
+    """Of a run that ended out of memory, the figures in bytes that torch gave of `OUT_OF_MEMORY`; empty of others."""
+    said = str(record["ended"].get("message") or "") if record else ""
+    found = {name: re.search(pattern, said) for name, pattern in OUT_OF_MEMORY.items()}
+    return {name: float(match[1]) * UNITS[match[2]] for name, match in found.items() if match and found["asked"]}
 
 
 def _sum(row: dict[str, Any], names: list[str]) -> int | None:

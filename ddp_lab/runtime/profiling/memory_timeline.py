@@ -61,6 +61,7 @@ class MemoryRecorder:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._device_peak = 0
         self._reserved_peak: int | None = None
+        self._device_used: int | None = None
 
     def __enter__(self) -> "MemoryRecorder":
         self._strategy.finish_parameter_synchronization()
@@ -81,6 +82,8 @@ class MemoryRecorder:
         if self._device.type == "cuda":
             self._device_peak = torch.cuda.max_memory_allocated(self._device)
             self._reserved_peak = torch.cuda.max_memory_reserved(self._device)
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._device_used = total - free
         self._sample("end")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -133,6 +136,7 @@ class MemoryRecorder:
         peaks = peaks_of(timeline)
         peaks["peak_bytes"] = max(peaks["peak_bytes"], self._device_peak)  # the same, unless a thread is not profiled
         peaks |= {"peak_workspace_bytes": allocations.workspace_peak, "peak_reserved_bytes": self._reserved_peak}
+        peaks["device_used_bytes"] = self._device_used
         return {**peaks, "timeline": thinned(timeline)}
 
 

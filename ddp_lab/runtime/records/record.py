@@ -18,7 +18,8 @@ from ddp_lab.strategy.account import ModelSize
 from ddp_lab.strategy.strategy import Strategy
 
 STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")
-STEP_MEMORY += ("peak_ms", "peak_phase", "peak_workspace_bytes", "peak_reserved_bytes", "timeline")
+STEP_MEMORY += ("peak_ms", "peak_phase", "peak_workspace_bytes", "peak_reserved_bytes", "device_used_bytes")
+STEP_MEMORY += ("timeline",)
 
 
 def make_run_id() -> str:

@@ -19,6 +19,7 @@ from ddp_lab.analysis.report.page import Section, drawing, render, table, write_
 from ddp_lab.analysis.report.pages.experts import experts_section
 from ddp_lab.analysis.report.pages.exposure import exposure_sections, mesh_section
 from ddp_lab.analysis.report.pages.heads import labels
+from ddp_lab.analysis.report.pages.memory import where_sections
 from ddp_lab.analysis.report.pages.pipeline import pipeline_section
 from ddp_lab.analysis.report.pages.ranks import abridged, ranks_section, representatives
 from ddp_lab.analysis.report.pages.tables import audit_table, collectives_table, memory_table
@@ -83,6 +84,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         *exposure_sections(analysis.exposure),
         *mesh_section(analysis.exposure, mesh, ranks),
         *experts_section(analysis.record),
+        *where_sections(analysis.record, list(representatives(steps, MOST_PANELS))),
         *memory_sections(analysis),
         Section(
             "Collectives",

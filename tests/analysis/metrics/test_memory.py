@@ -1,0 +1,33 @@
+"""Where the memory went, from a record; and what torch says when there is none left."""
+
+import pytest
+
+from ddp_lab.analysis.metrics.memory import OTHER, memory_parts
+from ddp_lab.analysis.report.pages.memory import where_sections
+from tests.traces import record
+
+SAID = (
+    "out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+    "79.10 GiB of which 512.00 MiB is free. Including non-PyTorch memory, this process has 78.60 GiB memory in use. Of "
+    "the allocated memory 70.00 GiB is allocated by PyTorch, and 5.60 GiB is reserved by PyTorch but unallocated.)"
+)
+
+
+def test_the_parts_add_up_to_what_the_device_or_the_process_holds():
+    on_cpu = record("x", 1.0)
+    on_gpu = record("x", 1.0)
+    on_gpu["memory"][0] |= {"peak_reserved_bytes": 260 * 2**20, "device_used_bytes": 1000 * 2**20}
+    for held, cached, outside in ((on_cpu, 0, 700), (on_gpu, 60, 740)):
+        first = memory_parts(held).set_index("rank").loc[0] / 2**20
+        assert (first["parameters"], first["optimizer_state"], first[OTHER]) == (40, 80, 56)
+        assert (first["cached"], first["outside"]) == (cached, outside)
+    assert memory_parts(None).empty
+
+
+@pytest.mark.parametrize("said", [SAID, "MemoryError: you tried to allocate 2147483648 bytes", "TypeError: x"])
+def test_what_a_run_asked_for_that_ended_out_of_memory(said):
+    failed = record("x", 1.0) | {"memory": [], "ended": {"how": "failed", "message": said}}
+    (text,) = [section.text for section in where_sections(failed, [0, 1])] or [""]
+    assert ("asked for 2.00 GiB" in text) == ("allocate" in said)
+    assert ("0.50 GiB of 79.10 GiB were free" in text) == ("tensors held 70.00 GiB" in text) == (said == SAID)
+    assert ("3.00 GiB outside torch" in text) == (said == SAID)
