@@ -1,7 +1,7 @@
 """What the simulator needs from those who know costs, and what it answers with."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ddp_lab.runtime.config import RunConfig
@@ -145,10 +145,12 @@ class MemoryCurve:
     Attributes:
         at_rest: Between two steps.
         at_peak: When the sum is largest.
+        peaks: The same within each part of the step: a phase, or what follows one parameter's gradient.
     """
 
     at_rest: Mapping[str, int]
     at_peak: Mapping[str, int]
+    peaks: Mapping[Hashable, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:

@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,9 @@ class Model:
     parameters: int | None = None
     task: str = CLASSIFICATION
 
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     @property
     def kind(self) -> str:
         """`tokens` or `images`: what it takes."""
@@ -115,8 +118,24 @@ class Model:
 
     def elements(self) -> int:
         """Parameters of what the runner would train; tied ones count once. Raises as `build`."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in self.build().parameters())
+        return sum(parameter.numel() for parameter in skeleton(self).parameters())
+
+    @property
+    @cache
+    def layers(self) -> int:
+        """How many alike layers a model with tokens has; 1 if they differ."""
+        if self.kind == IMAGES:
+            return 1
+        settings = self.configuration()
+        count = getattr(settings, "num_hidden_layers", 1)
+        stacks = [part for part in skeleton(self).modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+        forms = {tuple(weight.shape for weight in layer.parameters()) for stack in stacks for layer in stack}
+        return count if len(forms) == 1 and len({*(getattr(settings, "layer_types", None) or ())}) < 2 else 1
+
+    def of_layers(self, count: int) -> "Model":
+        """The same with so many layers."""
+        config = {name: value for name, value in self.config.items() if name not in ("n_layer", "layer_types")}
+        return replace(self, config=config | {"num_hidden_layers": count})
 
     def micro_batches(self, count: int, samples: int, sequence_length: int) -> Sequence[MicroBatch]:
         """`count` micro-batches of so many samples, on the device and in the mode of the caller.
@@ -147,6 +166,13 @@ class Model:
         most = getattr(self.configuration(), "max_position_embeddings", None)
         if most is not None and sequence_length > most:
             raise UserError(f"--sequence-length {sequence_length}: {self.name} has {most} positions; give at most that")
+
+
+@cache
+def skeleton(model: Model) -> nn.Module:
+    """The module without memory. Raises as `Model.build`."""
+    with torch.device("meta"):
+        return model.build()
 
 
 @cache

@@ -22,8 +22,7 @@ from itertools import count
 import torch
 
 from ddp_lab.planner.accounting import PRECISIONS, STAGES, state_bytes
-from ddp_lab.planner.contracts import Costs, MemoryCurve, Setting, Simulated
-from ddp_lab.planner.costs.cluster import Cluster
+from ddp_lab.planner.contracts import MemoryCurve, Simulated
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.planner.space import GIB, REGISTRIES, Case, Space
 from ddp_lab.runtime.errors import UserError
@@ -35,6 +34,12 @@ from pipeline_parallel.schedules import SCHEDULES
 FEW = (2, 3)
 """Micro-batches of the steps that are simulated instead of one of many: from the second on, each takes what the one
 before took."""
+FEW_LAYERS = (4, 6)
+"""Layers of the models that are simulated instead of a deep one."""
+ACROSS_LAYERS = ("pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1")
+"""Choices whose buckets, or parts of ranks, have parameters of several layers."""
+STEADY = 0.01
+"""Of what further layers take: by so much less may be exposed with them."""
 TIGHT = 0.1
 """What leaves less than this share of the usable memory is recommended only if nothing else fits."""
 WORTH = 0.9
@@ -85,33 +90,46 @@ class Outcome:
         return self.peak_bytes <= (1 - free) * self.case.usable_bytes
 
 
-def simulate_step(setting: Setting, cluster: Cluster, costs: Costs) -> Simulated:
-    """As `simulate`. Times grow by the same for each micro-batch, and memory by its data (a test holds that to the step
-    itself). Not so with a pipeline, which is simulated as it is.
+def simulate_step(case: Case) -> Simulated:
+    """As `simulate`, but a step of many micro-batches, or of a model of many layers, is composed of two of fewer: times
+    and memory grow by the same for each (tests hold that to the step itself). Pipelines are simulated as they are, and
+    so is what torch cuts regardless of layers.
 
     Raises:
         CannotSimulate, UserError: as `simulate`.
     """
-    config = setting.config
-    if config.grad_accum_steps <= sum(FEW) or config.has_stages:
-        return simulate(setting, cluster, costs)
-    fewer, more = (simulate(part_of(setting, number), cluster, costs) for number in FEW)
-    further = config.grad_accum_steps - FEW[1]
-    rest, peak = dict(more.memory.at_rest), dict(more.memory.at_peak)
-    data = {name: int(further * (rest[name] - fewer.memory.at_rest.get(name, 0))) for name in rest}
-    at_rest, at_peak = ({name: held.get(name, 0) + data.get(name, 0) for name in held | data} for held in (rest, peak))
+    config, layers = case.config, case.model.layers
+    if config.has_stages:
+        return simulate(case.setting, case.cluster, case.costs)
+    if config.grad_accum_steps > sum(FEW):
+        samples = config.global_batch_size // config.grad_accum_steps
+        low, high = (
+            simulate_step(case.but(global_batch_size=samples * count, grad_accum_steps=count)) for count in FEW
+        )
+        return extrapolated(low, high, (config.grad_accum_steps - FEW[0]) / (FEW[1] - FEW[0]))
+    if layers > 2 * max(FEW_LAYERS) and config.choice not in ACROSS_LAYERS:
+        low, high = (simulate_step(replace(case, model=case.model.of_layers(count))) for count in FEW_LAYERS)
+        # Where layers hide what the embedding sends, they do not all take the same.
+        if low.exposed_s - high.exposed_s <= STEADY * (high.step_time_s - low.step_time_s):
+            return extrapolated(low, high, (layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0]))
+    return simulate(case.setting, case.cluster, case.costs)
+
+
+def extrapolated(low: Simulated, high: Simulated, times: float) -> Simulated:
+    """`low`, and so many times what `high` has more."""
+
+    def grown(before: float, after: float) -> float:
+        return before + times * (after - before)
+
+    def of_components(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+        return {name: round(grown(before.get(name, 0), held)) for name, held in after.items()}
+
+    rest, most = low.memory, high.memory
+    peaks = {part: of_components(held, most.peaks[part]) for part, held in rest.peaks.items() if part in most.peaks}
+    at_peak = max(peaks.values(), key=lambda held: sum(held.values()))
+    memory = MemoryCurve(of_components(rest.at_rest, most.at_rest), at_peak, peaks)
     names = ("step_time_s", "compute_s", "communication_s", "exposed_s")
-    times = {name: (getattr(fewer, name), getattr(more, name)) for name in names}
-    grown = {name: after + further * (after - before) for name, (before, after) in times.items()}
-    return replace(more, memory=MemoryCurve(at_rest, at_peak), **grown)
-
-
-def part_of(setting: Setting, number: int) -> Setting:
-    """A step of so many of its micro-batches."""
-    config = setting.config
-    samples = config.global_batch_size // config.grad_accum_steps * number
-    few = config.but(global_batch_size=samples, grad_accum_steps=number)
-    return replace(setting, config=few, make_micro_batches=lambda: setting.make_micro_batches()[:number])
+    return replace(high, memory=memory, **{name: grown(getattr(low, name), getattr(high, name)) for name in names})
 
 
 def outcome(case: Case) -> Outcome:
@@ -120,7 +138,7 @@ def outcome(case: Case) -> Outcome:
     if case.config.choice in missing:
         return Outcome(case, None, f"not installed; run: {missing[case.config.choice]}")
     try:
-        return Outcome(case, simulate_step(case.setting, case.cluster, case.costs))
+        return Outcome(case, simulate_step(case))
     except UserError as error:
         return Outcome(case, None, str(error))
 

@@ -7,7 +7,7 @@ buffer.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ class MemoryTracker:
 
     Attributes:
         has_host: Whether any tensor was ever assigned to `HOST`.
+        part: Of the step, as of `MemoryCurve.peaks`.
     """
 
     def __init__(self, is_cuda: bool) -> None:
@@ -49,6 +50,7 @@ class MemoryTracker:
         self._bytes = dict.fromkeys(COMPONENTS, 0)
         self._total = 0
         self._is_recording = self.has_host = False
+        self.part: Hashable = ""
 
     def note(self, tensors: Iterable[Tensor], component: str, anywhere: bool = False) -> None:
         """Count those storages of `tensors` as `component` that are not counted yet. `anywhere`: on the host,
@@ -105,13 +107,15 @@ class MemoryTracker:
     def start(self) -> None:
         """The curve begins here."""
         self._is_recording = True
-        self._highest, self._peak = -1, dict(self._bytes)
+        self._highest: dict[Hashable, int] = {}
+        self._peaks: dict[Hashable, dict[str, int]] = {}
         self._mark()
 
     def stop(self) -> MemoryCurve:
         """The curve since `start`."""
         self._is_recording = False
-        return MemoryCurve(at_rest=dict(self._bytes), at_peak=self._peak)
+        highest = max(self._highest, key=self._highest.__getitem__)
+        return MemoryCurve(dict(self._bytes), self._peaks[highest], self._peaks)
 
     def _forget(self, key: int, _: object) -> None:
         held = self._held.pop(key, None)
@@ -132,5 +136,5 @@ class MemoryTracker:
             self._mark()
 
     def _mark(self) -> None:
-        if self._total > self._highest:
-            self._highest, self._peak = self._total, dict(self._bytes)
+        if self._total > self._highest.get(self.part, -1):
+            self._highest[self.part], self._peaks[self.part] = self._total, dict(self._bytes)

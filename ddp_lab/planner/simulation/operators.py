@@ -175,6 +175,7 @@ class PretendedDevice(TorchDispatchMode):
             self.phases.append(args[0])
         elif self.phases:
             self.phases.pop()
+        self._memory.part = self.phases[0] if self.phases else ""
         with _disable_current_modes():
             return func(*args, **kwargs)
 

@@ -142,7 +142,11 @@ class Simulation:
             stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
             stack.enter_context(mock.patch.object(Stages, "attempt", refuse_at_once))
             self._sort_memory()
-            handles = [leaf.register_post_accumulate_grad_hook(self._on_gradient) for leaf in strategy.leaves()]
+            leaves = list(strategy.leaves())
+            handles = [
+                leaf.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, place, len(leaves)))
+                for place, leaf in enumerate(leaves)
+            ]
             try:
                 yield
             finally:
@@ -181,7 +185,9 @@ class Simulation:
             kind = "activations" if issued.kind == MESSAGE else "communication"
             self.memory.assign(tensors, kind, unless=MODEL_STATES)
 
-    def _on_gradient(self, parameter: Any) -> None:
+    def _on_gradient(self, place: int, leaves: int, parameter: Any) -> None:
+        # Of a model with more layers, the first and the last ones have the same numbers.
+        self.memory.part = place if 2 * place < leaves else place - leaves
         if parameter.grad is not None:
             self.memory.assign([parameter.grad], "gradients")
 

@@ -112,7 +112,7 @@ def step_of(entry: Mapping[str, Any], folder: Path) -> float:
     model = replace(models.from_sizes(32, 48, 1, heads=1, vocab=50), task="causal-lm")
     config = RunConfig.of(choice="bucket_ddp_async", global_batch_size=4, grad_accum_steps=1, precision="bf16-true")
     planned = Case(model, cluster, config, 64)
-    return simulate_step(planned.setting, cluster, planned.costs).step_time_s
+    return simulate_step(planned).step_time_s
 
 
 def test_the_link_of_the_ranks_that_measure(ranks: RankPool):
