@@ -1,5 +1,6 @@
 """The answer in five lines."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_lab.parity.causes import Cause, cause_of
@@ -24,19 +25,12 @@ class Answer:
         compared = notes[0] if notes else f"{made.b.folder} against {made.a.folder}, {len(made.steps)} steps"
         head = f"compared: {compared}; {len(made.quantities)} quantities, within {limits}"
         if first is None and cause is None:
-            worst = min(made.quantities, key=lambda one: one.digits)
-            return cls(
-                False,
-                [
-                    head,
-                    "first difference: none",
-                    f"least agreement: {worst.agreement}, {named(worst)}",
-                    *unseen(made),
-                ],
-                None,
-            )
+            worst = least_agreement(made.quantities)
+            agreement = f"{worst.agreement}, {named(worst)}" if worst else "nothing but rounding"
+            lines = [head, "first difference: none", f"least agreement: {agreement}", *unseen(made)]
+            return cls(False, lines, None)
         before = made.quantities[: made.quantities.index(first)] if first is not None else made.quantities
-        least = min(before, key=lambda one: one.digits, default=None)
+        least = least_agreement(before)
         lines = [
             head,
             f"first difference: {cause.name if cause else named(first)}",  # type: ignore[arg-type]
@@ -47,6 +41,11 @@ class Answer:
             f"before it: {len(before)} quantities agree{to_digits(least)}" if least else "before it: nothing",
         ]
         return cls(True, [*lines, *unseen(made)], cause)
+
+
+def least_agreement(quantities: Sequence[Quantity]) -> Quantity | None:
+    """Of those that are more than rounding."""
+    return min((one for one in quantities if not one.is_small), key=lambda one: one.digits, default=None)
 
 
 def to_digits(least: Quantity) -> str:
@@ -68,4 +67,13 @@ def place(one: Quantity) -> str:
 
 
 def unseen(made: Comparison) -> list[str]:
-    return [f"not seen in run B: outputs of {len(made.unseen)} modules (compiled, or replaced)"] if made.unseen else []
+    """What the comparison does not cover."""
+    in_parts = [one for one in made.quantities if one.way == "parts"]
+    notes = {
+        f"not seen in run B: outputs of {len(made.unseen)} modules (compiled, or replaced)": made.unseen,
+        f"left out: outputs of {len(made.inner)} modules that differ within one whose output agrees (another "
+        "implementation, or other filling)": made.inner,
+        f"compared by size alone: {len(in_parts)} quantities of which each rank has a part; an exchange of elements "
+        "within them is not seen": in_parts,
+    }
+    return [note for note, of in notes.items() if of]

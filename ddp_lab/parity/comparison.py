@@ -34,6 +34,8 @@ class Comparison:
     """Attributes:
     quantities: In the order in which run A made them, as far as both runs have them.
     only: Names of gradients that only one run has, by step: in A, in B.
+    unseen: Modules whose outputs run A has and run B has not.
+    inner: Modules whose outputs differ within one whose output agrees.
     scales: Of each step, the factor between output gradients of B and A, by rank and micro-batch. It is the scale
         of the loss from which backward ran, and no fault by itself.
     """
@@ -45,6 +47,7 @@ class Comparison:
     scales: dict[int, dict[tuple[int, int], float]] = field(default_factory=dict)
     buffers: dict[int, dict[str, float]] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
+    inner: set[str] = field(default_factory=set)
 
     @property
     def steps(self) -> list[int]:
@@ -77,7 +80,7 @@ def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comp
     for step in steps:
         forgive_small(made.of(step, GRADIENT), made.of(step, PARAMETER))
         inner = _inner(made.of(step, OUTPUT))
-        made.unseen |= {name for name, _ in inner}
+        made.inner |= {name for name, _ in inner}
         modules = (OUTPUT, OUTPUT_GRADIENT)
         made.quantities = [
             one
@@ -118,9 +121,8 @@ def _all(a: Recorded, b: Recorded | None, steps: list[int], made: Comparison | N
             made.buffers[step] = {place.name: tables[1].spread(place) for place in here if place.kind == BUFFER}
             names = [{place.name for place in table.places if place.kind == GRADIENT} for table in tables]
             made.only[step] = sorted(names[0] - names[1]), sorted(names[1] - names[0])
-            made.unseen |= {
-                place.name for place in tables[0].places if place.kind == OUTPUT and place not in tables[1].places
-            }
+            of_a, of_b = ({place.name for place in table.places if place.kind == OUTPUT} for table in tables)
+            made.unseen |= of_a - of_b
 
 
 def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:

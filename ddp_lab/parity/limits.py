@@ -45,7 +45,8 @@ def forgive_small(gradients: list[Quantity], updates: list[Quantity]) -> None:
     small = {one.name: one for one in gradients if one.norm < SMALL * total}
     noise = {name for name, one in small.items() if one.differs}
     for one in small.values():
+        one.is_small = True
         one.limit = max(one.limit, one.limit * SMALL * total / max(one.norm, 1e-300))
     for one in updates:
         if one.name in noise and not small[one.name].differs:
-            one.limit = 4.0
+            one.limit, one.is_small = 4.0, True

@@ -31,7 +31,7 @@ class MicroBatches:
 
     def begin_step(self) -> None:
         self.number, self.keys = -1, list[list[int]]()
-        self._masks, self._rows = list[Tensor | None](), list[int]()
+        self._masks, self._rows, self._lengths = list[Tensor | None](), list[int](), list[int]()
         self._calls: dict[str, int] = {}
 
     def know(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -57,6 +57,7 @@ class MicroBatches:
         first = next(iter(tensors.values()), None)
         count = 0 if first is None else len(first)
         self._rows.append(0 if first is None or first.dim() < 2 else count * first.shape[1])
+        has_tokens = self._rows[-1] and first is not None and not first.is_floating_point()
         content = []
         for name, tensor in tensors.items():
             if name in NOT_CONTENT or len(tensor) != count:
@@ -69,6 +70,7 @@ class MicroBatches:
             whole = torch.ones_like(first, dtype=torch.bool) if mask is None else mask
             mask = self._part_of_tokens(whole.bool())
             self._rows[-1] = mask.numel()
+        self._lengths.append(self._rows[-1] // count if has_tokens else 0)
         is_padded = mask is not None and mask.dim() == 2 and not mask.bool().all()
         self._masks.append(mask.bool() if is_padded else None)  # type: ignore[union-attr]
 
@@ -86,6 +88,10 @@ class MicroBatches:
         """Whether so many rows are one for each token of all samples, in their order."""
         return 0 <= number < len(self._rows) and self._rows[number] == rows
 
+    def are_positions(self, number: int, tensor: Tensor) -> bool:
+        """Whether its rows may be one for each token of a sample, without a dimension of samples."""
+        return 0 <= number < len(self._lengths) and tensor.dim() == 2 and len(tensor) == self._lengths[number]
+
     def mask(self, number: int) -> Tensor | None:
         return self._masks[number] if 0 <= number < len(self._masks) else None
 
@@ -100,13 +106,14 @@ def rows_of(tensor: Tensor, batches: MicroBatches, number: int) -> tuple[Tensor,
     count, mask = len(keys), batches.mask(number)
     if count and tensor.numel() and tensor.dim():
         is_second = tensor.dim() > 1 and tensor.shape[1] == count and not batches.are_tokens(number, tensor.shape[0])
-        if tensor.shape[0] == count or is_second:
-            rows = tensor if tensor.shape[0] == count else tensor.transpose(0, 1)
+        are_positions = batches.are_positions(number, tensor)
+        if (tensor.shape[0] == count and not are_positions) or is_second:
+            rows = tensor.transpose(0, 1) if tensor.shape[0] != count or are_positions else tensor
             filled = [tensor.numel() // count] * count
             if mask is not None and rows.dim() > 1 and rows.shape[1] == mask.shape[1]:
                 rows = rows * mask.view(*mask.shape, *[1] * (rows.dim() - 2)).to(rows.dtype)
                 filled = [tokens * filled[0] // mask.shape[1] for tokens in mask.sum(1).tolist()]
             return rows.reshape(count, -1), keys, filled
-        if tensor.shape[0] % count == 0:
+        if tensor.shape[0] % count == 0 and not are_positions:
             return tensor.reshape(count, -1), keys, [tensor.numel() // count] * count
     return tensor.reshape(1, -1), [store.WHOLE], [tensor.numel()]

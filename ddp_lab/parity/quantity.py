@@ -16,6 +16,7 @@ class Quantity:
         way: `equal`, `sum` or `parts`.
         limit: What rounding may do.
         coarse: Of an update, how many times larger the parameter is.
+        is_small: A gradient that may be all rounding beside that of the whole model, or the update of it.
         spread: Of what each rank has whole, how far ranks of run B are from one another, relative.
     """
 
@@ -31,6 +32,7 @@ class Quantity:
     dtypes: tuple[str, str] = ("", "")
     norm: float = 0.0
     coarse: float = 0.0
+    is_small: bool = False
     spread: float = 0.0
 
     @property

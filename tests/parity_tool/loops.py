@@ -21,13 +21,13 @@ STEPS = 3
 class Net(nn.Module):
     """A small language model with most of what goes wrong in it."""
 
-    def __init__(self, dropout: float = 0.0, tied: bool = True, counts: bool = False):
+    def __init__(self, dropout: float = 0.0, tied: bool = True, counts: bool = False, more_words: int = 0):
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = nn.Embedding(WORDS + more_words, WIDTH)
         self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
         self.dropout = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(WIDTH, WORDS + more_words)
         if tied:
             self.head.weight = self.embed.weight
         self.counts = counts
@@ -84,7 +84,7 @@ class Loop:
         self.wrapper, self.fault, self.micro_batches = wrapper, fault, micro_batches
         self.padded, self.clips, self.autocast, self.rounding = padded, clips, autocast, rounding
         torch.manual_seed(7 + self.rank if fault == "other start" else 7)
-        net = Net(dropout, tied=fault != "untied", counts=counts)
+        net = Net(dropout, tied=fault != "untied", counts=counts, more_words=3 * (fault == "more words"))
         if fault == "untied":
             net.head.weight.data.copy_(net.embed.weight.data)
         if checkpoint:
@@ -137,6 +137,7 @@ class Loop:
     # One step ---------------------------------------------------------------------------------------------------------
 
     def step(self, step: int):
+        self.number = step
         if self.fault == "eval mode":
             self.model.eval()
         words, labels = self.samples(step)
@@ -197,7 +198,7 @@ class Loop:
         weight = counted * self.ranks / total
         if self.fault == "not divided":
             weight *= self.micro_batches
-        if self.fault == "divided by ranks":
+        if self.fault == "divided by ranks" or (self.fault == "short window" and self.number == STEPS - 1):
             weight /= self.ranks
         if self.fault == "still scaled":
             weight *= 1024
@@ -224,6 +225,9 @@ class Loop:
         if (self.wrapper == "none" and self.ranks > 1) or self.fault == "clips first":
             for gradient in gradients:
                 self.average(gradient)
+        if self.fault == "compresses":
+            for gradient in gradients:
+                gradient.copy_(gradient.bfloat16())
         if self.fault == "sum on top":
             for gradient in gradients:
                 dist.all_reduce(gradient)

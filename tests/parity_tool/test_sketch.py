@@ -1,6 +1,7 @@
 """Sketches are linear, add up over blocks, and estimate norms."""
 
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from context_parallel.layout import Layout
+from ddp_lab.parity.answer import least_agreement
+from ddp_lab.parity.causes.gradients import not_reduced
+from ddp_lab.parity.comparison import Comparison
 from ddp_lab.parity.limits import forgive_small
 from ddp_lab.parity.micro_batches import MicroBatches, rows_of
 from ddp_lab.parity.quantity import Quantity
 from ddp_lab.parity.sketch import SIZE, fingerprints, of_block, of_rows, of_tensor
-from ddp_lab.parity.store import GRADIENT, PARAMETER
+from ddp_lab.parity.store import GRADIENT, PARAMETER, WHOLE
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
@@ -62,6 +66,15 @@ def test_rows_are_those_of_samples(shape):
     assert keys == batches.keys[0] and torch.equal(rows, by_sample.reshape(8, -1))
 
 
+@pytest.mark.parametrize("length", [8, 16])
+def test_rows_of_positions_are_no_samples(length):
+    """8 samples, and a row for each position, as an embedding of positions in one dimension gives them."""
+    batches = MicroBatches(in_pipeline=False)
+    batches.begin([torch.arange(8 * length).view(8, length)], {})
+    rows, keys, _ = rows_of(torch.ones(length, 5), batches, 0)
+    assert keys == [WHOLE] and rows.shape == (1, 5 * length)
+
+
 @pytest.mark.parametrize("mask", [[1, 1, 1], [1, 1, 0]])
 def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask):
     """Of two ranks that cut three tokens and one that fills them up: the early and the late one, and those between."""
@@ -84,3 +97,15 @@ def test_an_update_is_forgiven_only_where_its_gradient_is(error, is_noise):
     update = quantity(PARAMETER, "small", 1.0, 1.0)
     forgive_small([quantity(GRADIENT, "large", 1.0, 0.0), small], [update])
     assert not small.differs and update.differs != is_noise
+
+
+def test_what_is_rounding_on_all_ranks_says_nothing_about_a_reduction():
+    """The bias of keys: softmax takes it out, so that its gradient is rounding, reduced or not."""
+    spread = {"weight": 1.0, "bias": 0.0}
+    gradients = [
+        Quantity(0, GRADIENT, name, 0, {(0, 0): 1.0}, {}, {}, limit=0.1, spread=of, is_small=name == "bias")
+        for name, of in spread.items()
+    ]
+    made = Comparison(SimpleNamespace(), SimpleNamespace(), gradients)
+    assert "nobody has reduced" in not_reduced(made, gradients[0]).name
+    assert least_agreement(gradients) is gradients[0]

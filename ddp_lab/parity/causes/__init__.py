@@ -6,7 +6,7 @@ from ddp_lab.parity.comparison import KINDS, Comparison
 from ddp_lab.parity.store import BUFFER, GRADIENT, OUTPUT, OUTPUT_GRADIENT, PARAMETER, START
 
 RULES: dict[str, list[Rule]] = {
-    START: [data.untied, data.other_start],
+    START: [data.untied, data.other_shape, data.other_start],
     OUTPUT: forward.RULES,
     OUTPUT_GRADIENT: forward.OF_GRADIENTS,
     GRADIENT: gradients.RULES,

@@ -5,6 +5,7 @@ from itertools import chain, combinations, product
 
 from ddp_lab.parity.causes.cause import Cause, and_others, listed, some_ranks
 from ddp_lab.parity.comparison import Comparison, Quantity
+from ddp_lab.parity.table import Place, Table
 
 ROUNDED = 2**-8
 """Relative: bf16 rounds by less."""
@@ -103,6 +104,21 @@ def other_dtype(made: Comparison) -> Cause | None:
         f"{names[0]}{and_others(names)} is {a} in run A, and {b} in run B",
         "one run casts its parameters, and the optimizer updates them as they are: an update that is small beside its "
         "parameter rounds away. Keep fp32 parameters, and compute under autocast or a mixed precision (trap 20).",
+    )
+
+
+def other_shape(made: Comparison, first: Quantity) -> Cause | None:
+    """Ranks have whole copies of a tensor, or cut it: together as many elements as run A's, a number of times."""
+    place = Place(first.kind, first.name)
+    of_a, of_b = (Table(run, first.step) for run in (made.a, made.b))
+    whole, together = (float(of.elements[of.places[place]].sum()) for of in (of_a, of_b))
+    if made.a.ranks > 1 or together % whole == 0:
+        return None
+    largest = of_b.elements[of_b.places[place]].max()
+    return Cause(
+        f"{first.name} has {whole:,.0f} elements in run A, and {largest:,.0f} on a rank of run B",
+        "one run has another shape: a vocabulary that is filled up to a multiple, as tensor parallelism wants it, or "
+        "other settings of the model. Build both alike, and leave out what fills up.",
     )
 
 

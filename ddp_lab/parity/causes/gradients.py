@@ -15,6 +15,9 @@ from ddp_lab.parity.store import GRADIENT
 
 CLOSE = 2e-3
 """Relative, of norms."""
+ONE_ROUNDING = {"bf16": (2**-11, 2**-8), "fp16": (2**-14, 2**-11)}
+"""Relative norm of the error that one rounding leaves: below half a unit in the last place of 8 and 11 bits, and not
+far below a third of it, at any magnitude. Sketches estimate it to a quarter."""
 
 
 def missing(made: Comparison, step: int) -> Cause | None:
@@ -53,7 +56,7 @@ def not_reduced(made: Comparison, first: Quantity) -> Cause | None:
     """Replicas whose gradients are not the same."""
     if first.spread <= first.limit:
         return None
-    gradients = made.of(first.step, GRADIENT)
+    gradients = [one for one in made.of(first.step, GRADIENT) if not one.is_small]  # rounding is alike nowhere
     apart = [one for one in gradients if one.spread > one.limit]
     if len(apart) < len(gradients):
         return Cause(
@@ -173,6 +176,12 @@ def by_factor(made: Comparison, first: Quantity) -> Cause | None:
     gradients = [one for one in made.of(first.step, GRADIENT) if one.norm]
     alike = [one for one in gradients if one.one_factor is not None and abs(one.one_factor / factor - 1) < NEAR]
     if len(alike) > 0.9 * len(gradients):
+        if first.step > made.steps[0]:
+            return Cause(
+                f"all gradients of step {first.step} are {times(made, factor)}, and those of earlier steps agree",
+                "this step is not like the others: a window of accumulation with fewer micro-batches, divided by as "
+                "many as a full one has (trap 4); a last batch with fewer samples; or a loss scale that has changed.",
+            )
         named, clipped = factor_name(made, factor), scale_after_backward(made, first.step)
         is_scale = abs(np.log2(abs(clipped)) - round(np.log2(abs(clipped)))) < 1e-5  # of a loss, or micro-batches
         if not named and not is_scale:
@@ -187,6 +196,20 @@ def by_factor(made: Comparison, first: Quantity) -> Cause | None:
         "these alone are reduced once too often or too seldom: experts, parts of tensor parallelism, replicas of a "
         "norm or a bias, or a parameter that is used twice.",
     )
+
+
+def rounded(made: Comparison, first: Quantity) -> Cause | None:
+    """All gradients are off by what one rounding to a lower precision leaves, and all before them agrees."""
+    gradients = [one for one in made.of(first.step, GRADIENT) if one.norm and not one.is_small]
+    for dtype, (least, most) in ONE_ROUNDING.items():
+        alike = [one for one in gradients if least <= one.worst <= most]
+        if len(alike) > 0.8 * len(gradients):
+            return Cause(
+                f"outputs agree, and gradients are off by {first.worst:.1g} of their norm: one rounding to {dtype}",
+                "they are reduced in a lower precision: a compression hook of DDP (bf16_compress_hook), reduce_dtype "
+                "of FSDP2's mixed precision, or a cast around an all-reduce of one's own (trap 20).",
+            )
+    return None
 
 
 def _why(named: str) -> str:
@@ -218,6 +241,7 @@ RULES: list[Rule] = [
     clipping,
     replicas,
     by_factor,
+    rounded,
 ]
 
 
