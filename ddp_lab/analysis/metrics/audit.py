@@ -11,9 +11,8 @@ A strategy that sends too much, too little or nothing still trains and still has
 - Steps and samples are compared with the configuration.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,46 +26,20 @@ from ddp_lab.collectives.kinds import LABELS, label
 
 MEMORY_TOLERANCE, MEMORY_TOLERANCE_BYTES = 0.005, 65536
 """The formula leaves out padding to the world size and Adam's step counters. They are below the larger of these two."""
-
-
-class Check(NamedTuple):
-    """A row of `audit.csv`.
-
-    Attributes:
-        subject: What is checked.
-        rank: On which rank; None for a figure of the whole run.
-        unit: Of the figures.
-        expected: By the formula or the configuration.
-        measured: Of several steps, the value furthest from the expected one. NaN if the trace does not say.
-        tolerance: The largest difference that passes.
-        steps: How many analysed steps were compared; None if the figure is not counted by step.
-    """
-
-    subject: str
-    rank: int | None
-    unit: str
-    expected: float
-    measured: float
-    tolerance: float = 0.0
-    steps: int | None = None
-
-    @property
-    def difference(self) -> float:
-        return self.measured - self.expected
-
-    @property
-    def result(self) -> str:
-        """`pass`, `fail`, or `unknown` if the trace does not say."""
-        if np.isnan(self.measured):
-            return "unknown"
-        return "pass" if abs(self.difference) <= self.tolerance else "fail"
+CHECK = ["subject", "rank", "unit", "expected", "measured", "tolerance", "steps"]
+Check = tuple[str, int | None, str, float, float, float, int | None]
+"""A row of `audit.csv`, as `AUDIT_COLUMNS` explain it. Measured is NaN if the trace does not say."""
+KEY = ["dimension", "kind", "made_of"]
 
 
 def audit(timelines: list[RankTimeline], record: dict[str, Any] | None) -> pd.DataFrame:
     """All checks of a window, a row each. Without a run record nothing is expected, so there are no rows."""
     checks = [*_run_checks(record), *_traffic_checks(timelines, record), *_memory_checks(record)] if record else []
-    rows = [{**check._asdict(), "difference": check.difference, "result": check.result} for check in checks]
-    return pd.DataFrame(rows, columns=list(AUDIT_COLUMNS)).astype({"rank": "Int64", "steps": "Int64"})
+    table = pd.DataFrame(checks, columns=CHECK).astype({"rank": "Int64", "steps": "Int64"})
+    table["difference"] = table["measured"] - table["expected"]
+    passes = np.where(table["difference"].abs() <= table["tolerance"], "pass", "fail")
+    table["result"] = np.where(table["measured"].isna(), "unknown", passes)
+    return table[list(AUDIT_COLUMNS)]
 
 
 def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
@@ -76,67 +49,66 @@ def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
     in_epoch = -(-data // size)
     steps = min(config["epochs"] * in_epoch, config["max_steps"] or np.inf)
     whole_epochs, left = divmod(steps, in_epoch)
-    yield Check("optimizer steps", None, "steps", steps, len(record["train_loss"]))
-    seen = sum(record["step_samples"])
-    yield Check("samples trained on", None, "samples", whole_epochs * data + left * size, seen)
+    samples = whole_epochs * data + left * size
+    yield "optimizer steps", None, "steps", steps, len(record["train_loss"]), 0, None
+    yield "samples trained on", None, "samples", samples, sum(record["step_samples"]), 0, None
     if record["eval"]:
-        yield Check("samples evaluated", None, "samples", record["eval_samples"], record["eval"]["samples"])
+        yield "samples evaluated", None, "samples", record["eval_samples"], record["eval"]["samples"], 0, None
 
 
 def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> Iterator[Check]:
     """Calls and payload of each kind of collective, in each full step of each rank; unknown without a full step.
 
-    None for one rank on a device: NCCL then copies at most, so no collective is in the trace.
+    None for one rank on a device: NCCL then copies at most, so no collective is in the trace. Nor for groups of one.
     """
     mesh = mesh_of(record)
     if any((timeline.collectives["group"] == "").any() for timeline in timelines):
         mesh = None
     for timeline in timelines:
-        traffic = [part for part in record["expected_traffic"] if part.get("rank") in (None, timeline.rank)]
+        rank, on_device = timeline.rank, timeline.kind == "cuda"
+        traffic = [part for part in record["expected_traffic"] if part.get("rank") in (None, rank)]
         is_unknown = bool(record["expected_traffic"]) and not traffic  # of this stage: the run ended early
         is_unknown |= timeline.hides_communication and timeline.collectives.empty
-        if is_unknown or (record["world_size"] == 1 and timeline.kind == "cuda"):
+        if is_unknown or (record["world_size"] == 1 and on_device):
             continue
-        steps = full_steps(timeline, record)
-        measured = calls_by_step(timeline, mesh)
-        expected = expected_calls(traffic, mesh is not None, timeline.kind == "cuda")
-        varying = expected_calls([p for p in traffic if p.get("varies")], mesh is not None, timeline.kind == "cuda")
-        kinds = {*expected, *measured.index}
-        order, place = in_order(mesh or {}, [name for name, _, _ in kinds]), [*LABELS]
-        for key in sorted(kinds, key=lambda of: (order.index(of[0]), place.index(of[1]), of[2])):
-            mine = measured.loc[[key]] if key in measured.index else measured.iloc[:0]
-            by_step = mine.set_index("step")[["calls", "bytes"]].reindex(steps, fill_value=0)
+        expected = expected_calls(traffic, mesh is not None, on_device)
+        steps, measured = full_steps(timeline, record), calls_by_step(timeline, mesh)
+        keys = {*expected.index, *measured.index}
+        order, place = in_order(mesh or {}, [dimension for dimension, *_ in keys]), [*LABELS]
+        for key in sorted(keys, key=lambda of: (order.index(of[0]), place.index(of[1]), of[2])):
+            calls, payload, varies = expected.loc[key] if key in expected.index else (0, 0, False)
+            by_step = measured[measured.index == key].set_index("step").reindex(steps, fill_value=0)
             subject = f"{key[0] or 'other groups'} {label(*key[1:])}" if mesh else label(*key[1:])
-            for column, figure, expects in zip(by_step, ("calls", "payload"), expected[key], strict=True):
-                if figure == "payload" and key in varying:
-                    continue
-                found = furthest(by_step[column], expects)
-                yield Check(f"{subject}: {figure}", timeline.rank, f"{column}/step", expects, found, steps=len(steps))
-        if not varying and all(part.get("wire_bytes") is not None for part in traffic):
+            count = furthest(by_step["calls"], calls)
+            yield f"{subject}: calls", rank, "calls/step", calls, count, 0, len(steps)
+            if not varies:
+                size = furthest(by_step["bytes"], payload)
+                yield f"{subject}: payload", rank, "bytes/step", payload, size, 0, len(steps)
+        if not expected["varies"].any() and all(part.get("wire_bytes") is not None for part in traffic):
             sent = measured.groupby("step")["sent"].agg(lambda sizes: sizes.sum(skipna=False))
             expects = sum(part["wire_bytes"] for part in traffic)
             found = furthest(sent.reindex(steps, fill_value=0), expects)
-            yield Check("sent in all", timeline.rank, "bytes/step", expects, found, 0.5, steps=len(steps))
+            yield "sent in all", rank, "bytes/step", expects, found, 0.5, len(steps)
 
 
-def expected_calls(
-    traffic: list[dict[str, Any]], on_mesh: bool, on_device: bool
-) -> dict[tuple[str, str, str], list[int]]:
-    """Calls and payload of a full step by dimension (empty unless `on_mesh`), kind and what it is made of; 0 where none
-    are expected.
+def expected_calls(traffic: list[dict[str, Any]], on_mesh: bool, on_device: bool) -> pd.DataFrame:
+    """Columns calls, payload and varies of a full step by `KEY`; the dimension is empty unless `on_mesh`.
 
     Args:
         on_device: Leave out groups of one rank, in which NCCL copies at most.
     """
-    expected: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for part in traffic:
-        if not (on_mesh and on_device and part.get("group_size") == 1):
-            dimension = part.get("dimension", "") if on_mesh else ""
-            kind = part["kind"] if part["kind"] in LABELS else "other"
-            figures = expected[dimension, kind, part.get("made_of", "")]
-            figures[0] += part["count"]
-            figures[1] += part["payload_bytes"]
-    return expected
+    rows = [
+        (
+            part.get("dimension", "") if on_mesh else "",
+            part["kind"] if part["kind"] in LABELS else "other",
+            part.get("made_of", ""),
+            *(part["count"], part["payload_bytes"], part.get("varies", False)),
+        )
+        for part in traffic
+        if not (on_mesh and on_device and part.get("group_size") == 1)
+    ]
+    table = pd.DataFrame(rows, columns=[*KEY, "calls", "payload", "varies"])
+    return table.groupby(KEY).agg({"calls": "sum", "payload": "sum", "varies": "any"}).astype(object)
 
 
 def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
@@ -151,12 +123,11 @@ def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
 
 def calls_by_step(timeline: RankTimeline, mesh: Mesh | None = None) -> pd.DataFrame:
     """What one rank issued in each analysed step: columns step, calls, bytes and sent (NaN if a size is unknown), by
-    dimension (empty without a mesh), kind and what it is made of."""
+    `KEY`. The dimension is empty without a mesh."""
     calls = timeline.collectives_by_step()
     kinds = calls["kind"].where(calls["kind"].isin(LABELS), "other")
     named = calls.assign(kind=kinds, dimension=dimensions(calls["group"], mesh), sent=sent_bytes(calls), calls=1)
-    groups = named.groupby(["step", "dimension", "kind", "made_of"])[["calls", "bytes", "sent"]]
-    table = groups.agg(pd.Series.sum, skipna=False)
+    table = named.groupby(["step", *KEY])[["calls", "bytes", "sent"]].agg(pd.Series.sum, skipna=False)
     return table.reset_index("step")
 
 
@@ -171,7 +142,6 @@ def _memory_checks(record: dict[str, Any]) -> Iterator[Check]:
     """What each rank holds at rest, by component."""
     for row in record["memory"]:
         for component in SHARDABLE:
-            expected = row[f"expected_{component}_bytes"]
+            expected, held = row[f"expected_{component}_bytes"], row[f"{component}_bytes"]
             tolerance = max(MEMORY_TOLERANCE * expected, MEMORY_TOLERANCE_BYTES)
-            label = f"{COMPONENTS[component]} at rest"
-            yield Check(label, row["rank"], "bytes", expected, row[f"{component}_bytes"], tolerance)
+            yield f"{COMPONENTS[component]} at rest", row["rank"], "bytes", expected, held, tolerance, None

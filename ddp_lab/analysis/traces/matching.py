@@ -27,29 +27,22 @@ def matched_calls(timelines: list[RankTimeline], is_complete: bool = True) -> tu
 
     Returns:
         The ranks' `collectives_by_step`, with columns rank, sequence (place among those of the group in the step),
-        last_arrival (us, on the rank's own clock), late_rank, lateness (us, after the median of the others), done_after
-        (us, from the last arrival to the last rank's end). These are empty where a call is not matched.
-        The second value is that of `clock_offsets`.
+        is_matched, last_arrival (us, on the rank's own clock), late_rank, lateness (us, after the median of the
+        others), done_after (us, from the last arrival to the last rank's end). The last four are empty where a call is
+        not matched. The second value is that of `clock_offsets`.
     """
-    calls = pd.concat([_numbered(timeline) for timeline in timelines], ignore_index=True)
-    calls["is_matched"] = _is_matched(calls, len(timelines)) & is_complete
-    matched = calls[calls["is_matched"]]
-    clocks = clock_offsets(matched, [timeline.rank for timeline in timelines])
-    ahead = calls["rank"].map(clocks.set_index("rank")["offset_ms"]) * 1000
-    ours = ahead[matched.index]
-    together = _arrivals(matched.assign(start=matched["start"] - ours, end=matched["end"] - ours))
-    calls = calls.join(together, on=KEY)
-    unmatched = ~calls["is_matched"]
-    calls.loc[unmatched, ["last_arrival", "lateness", "done_after"]] = np.nan
-    calls.loc[unmatched, "late_rank"] = pd.NA
-    calls["last_arrival"] += ahead
-    return calls, clocks
-
-
-def _numbered(timeline: RankTimeline) -> pd.DataFrame:
-    calls = timeline.collectives_by_step().assign(rank=timeline.rank)
+    tables = [timeline.collectives_by_step().assign(rank=timeline.rank) for timeline in timelines]
+    calls = pd.concat(tables, ignore_index=True)
     is_message = calls["kind"] == MESSAGE
-    return calls.assign(sequence=calls.groupby(["step", "group", is_message]).cumcount())
+    calls["sequence"] = calls.groupby(["rank", "step", "group", is_message]).cumcount()
+    shared = calls[~is_message & (calls["group"] != "") & is_complete]
+    matched = shared[_is_matched(shared, len(timelines))]
+    calls["is_matched"] = calls.index.isin(matched.index)
+    clocks = clock_offsets(matched, [timeline.rank for timeline in timelines])
+    ahead = matched["rank"].map(clocks.set_index("rank")["offset_ms"]) * 1000
+    arrivals = _arrivals(matched.assign(start=matched["start"] - ahead, end=matched["end"] - ahead))
+    arrivals["last_arrival"] += ahead
+    return calls.join(arrivals), clocks
 
 
 def _is_matched(calls: pd.DataFrame, ranks: int) -> "pd.Series[bool]":
@@ -58,31 +51,29 @@ def _is_matched(calls: pd.DataFrame, ranks: int) -> "pd.Series[bool]":
     If ranks have different numbers of calls in a step, a call was not recorded. It is unknown which one, so none of
     the group's calls in that step is matched.
     """
-    is_message = calls["kind"] == MESSAGE
-    in_step = ["step", "group", is_message]
-    counts = calls.groupby([*in_step, "rank"])["start"].transform("size")
-    same_number = counts.groupby([calls["step"], calls["group"], is_message]).transform("nunique") == 1
-    place = calls.groupby([*KEY, is_message])
+    counts = calls.groupby(["step", "group", "rank"])["start"].transform("size")
+    same_number = counts.groupby([calls["step"], calls["group"]]).transform("nunique") == 1
+    place = calls.groupby(KEY)
     everybody = place["rank"].transform("size") == calls["group_size"].fillna(ranks)
-    alike = (place["kind"].transform("nunique") == 1) & (
-        (place["bytes"].transform("nunique") <= 1) | (calls["kind"] == "all_to_all")  # which may share out unevenly
-    )
-    return same_number & everybody & alike & (calls["group"] != "") & ~is_message
+    same_size = (place["bytes"].transform("nunique") <= 1) | (calls["kind"] == "all_to_all")  # may share out unevenly
+    return same_number & everybody & same_size & (place["kind"].transform("nunique") == 1)
 
 
 def _arrivals(calls: pd.DataFrame) -> pd.DataFrame:
-    """By `KEY`: last_arrival, late_rank, lateness and done_after of matched calls. All times are on one clock."""
-    starts = calls.pivot(index=KEY, columns="rank", values="start")
-    ends = calls.pivot(index=KEY, columns="rank", values="end").max(axis="columns")
-    table = pd.DataFrame({"last_arrival": starts.max(axis="columns")}, index=starts.index)
-    is_shared = starts.notna().sum(axis="columns") > 1  # a rank alone is not late
-    table["late_rank"] = starts.idxmax(axis="columns").where(is_shared).astype("Int64") if len(starts) else pd.NA
-    others = starts.where(
-        starts.columns.to_numpy()[None, :] != table["late_rank"].to_numpy(float, na_value=-1)[:, None]
+    """Of matched calls: last_arrival, late_rank, lateness and done_after. All times are on one clock."""
+    place = calls.groupby(KEY)
+    last = place["start"].transform("max")
+    late_rank = calls["rank"].loc[place["start"].transform("idxmax")].set_axis(calls.index)
+    others = calls["start"].where(calls["rank"] != late_rank).groupby([calls[name] for name in KEY]).transform("median")
+    is_shared = place["rank"].transform("size") > 1  # a rank alone is not late
+    return pd.DataFrame(
+        {
+            "last_arrival": last,
+            "late_rank": late_rank.where(is_shared).astype("Int64"),
+            "lateness": last - others,
+            "done_after": place["end"].transform("max") - last,
+        }
     )
-    table["lateness"] = table["last_arrival"] - others.median(axis="columns")
-    table["done_after"] = ends - table["last_arrival"]
-    return table
 
 
 def clock_offsets(calls: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
@@ -99,16 +90,15 @@ def clock_offsets(calls: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
     )
     shared = ends.notna().astype(int)
     often = shared.T @ shared
-    found = {ranks[0]: (0.0, 0.0)}
-    while len(found) < len(ranks):
-        pairs = often.loc[list(found), [rank for rank in ranks if rank not in found]].stack()
+    clocks = {ranks[0]: (0.0, 0.0)}
+    while len(clocks) < len(ranks):
+        pairs = often.loc[list(clocks), [rank for rank in ranks if rank not in clocks]].stack()
         known, rank = pairs.index[int(pairs.to_numpy().argmax())]
-        apart = (ends[rank] - ends[known]).dropna()
-        is_known = len(apart) >= ENOUGH_ENDS
-        offset = float(apart.median()) if is_known else 0.0
+        apart = (ends[rank] - ends[known]).dropna() / 1000
+        offset = apart.median() if len(apart) >= ENOUGH_ENDS else 0.0
         if abs(offset) <= 3 * (apart - offset).abs().median():  # within the usual scatter of ends
             offset = 0.0
-        residual = float((apart - offset).abs().median()) if is_known else float("nan")
-        found[rank] = (found[known][0] + offset, residual)
-    rows = [(rank, found[rank][0] / 1000, found[rank][1] / 1000) for rank in ranks]
+        residual = (apart - offset).abs().median() if len(apart) >= ENOUGH_ENDS else np.nan
+        clocks[rank] = (clocks[known][0] + offset, residual)
+    rows = [(rank, *clocks[rank]) for rank in ranks]
     return pd.DataFrame(rows, columns=["rank", "offset_ms", "residual_ms"])
