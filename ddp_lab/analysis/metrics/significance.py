@@ -114,9 +114,8 @@ def estimate(value: float, runs: Sequence[int], spread: Spread) -> Estimate:
     error = np.sqrt(spread.variance * sum(1 / count for count in runs))
     if not error:
         return Estimate(value, value, value, float(value == 0))
-    reach = float(stats.t.ppf(1 - LEVEL / 2, spread.degrees) * error)
-    p_value = float(2 * stats.t.sf(abs(value) / error, spread.degrees))
-    return Estimate(value, value - reach, value + reach, p_value)
+    low, high = stats.t.interval(1 - LEVEL, spread.degrees, value, error)
+    return Estimate(value, float(low), float(high), float(2 * stats.t.sf(abs(value) / error, spread.degrees)))
 
 
 def difference(old: Sequence[float], new: Sequence[float], spread: Spread = NO_SPREAD) -> Estimate:
@@ -163,10 +162,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     1979.
     """
     given = np.asarray(p_values, dtype=float)
-    known = np.flatnonzero(~np.isnan(given))
-    order = known[np.argsort(given[known], kind="stable")]
-    corrected = np.full(len(given), np.nan)
-    corrected[order] = np.minimum(1.0, np.maximum.accumulate(given[order] * np.arange(len(order), 0, -1)))
+    order = np.argsort(given, kind="stable")  # NaN last
+    factors = np.count_nonzero(~np.isnan(given)) - np.arange(len(given))
+    corrected = np.empty(len(given))
+    corrected[order] = np.minimum(1.0, np.maximum.accumulate(given[order] * factors))
     return corrected.tolist()
 
 

@@ -1,7 +1,9 @@
 """Finding traces on disk, and putting those of one profile window together."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -61,23 +63,21 @@ def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
     Raises:
         UserError: two files of one window claim the same rank, or a file's rank is unknown.
     """
-    groups: dict[tuple[str, int], list[_File]] = {}
+    groups: dict[tuple[str, int], list[_File]] = defaultdict(list)
     without_steps = []
     for path in paths:
         named, own = rank_in_path(path), OWN_NAME.match(path.name)
-        if own and named is not None:
-            groups.setdefault((own["run_id"], int(own["step"])), []).append(_File(path, (named,)))
-            continue
-        try:
-            said, step = peek(path)
-        except UserError:  # `read_trace` says what is wrong
-            said, step = None, None
+        said, step = named, None
+        if not own or named is None:
+            with suppress(UserError):  # `read_trace` says what is wrong
+                said, step = peek(path)
+        file = _File(path, (said, named))
         if own:
-            groups.setdefault((own["run_id"], int(own["step"])), []).append(_File(path, (said,)))
+            groups[own["run_id"], int(own["step"])].append(file)
         elif step is None:
-            without_steps.append(_File(path, (said, named)))
+            without_steps.append(file)
         else:
-            groups.setdefault((foreign_name, step), []).append(_File(path, (said, named)))
+            groups[foreign_name, step].append(file)
     windows = [Window(run_id, step, _by_rank(files)) for (run_id, step), files in sorted(groups.items())]
     if not windows:
         return [Window(foreign_name, 0, _by_rank(without_steps))]
@@ -109,18 +109,16 @@ def _by_rank(files: list[_File]) -> dict[int, Path]:
         return {next((rank for rank in files[0].ranks if rank is not None), 0): files[0].path}
     problems = []
     for ranks in zip(*(file.ranks for file in files), strict=True):
-        found: dict[int | None, Path] = {}
+        by_rank: dict[int, Path] = {}
         for (path, _), rank in zip(files, ranks, strict=True):
             if rank is None:
                 problems.append(
                     f"{path}: neither its distributedInfo nor its name says which rank it is of; name it rank_<n>.json"
                 )
-            elif rank in found:
-                problems.append(f"{found[rank]} and {path} are both of rank {rank}; give one of each rank")
-            found[rank] = path
-        known = {rank: path for rank, path in found.items() if rank is not None}
-        if len(known) == len(files):
-            return dict(sorted(known.items()))
+            elif by_rank.setdefault(rank, path) != path:
+                problems.append(f"{by_rank[rank]} and {path} are both of rank {rank}; give one of each rank")
+        if len(by_rank) == len(files):
+            return dict(sorted(by_rank.items()))
     raise UserError(problems[0])
 
 

@@ -69,7 +69,8 @@ class RankTimeline:
     @cached_property
     def windows(self) -> Intervals:
         """Of each of the `steps`, the time that counts as its own: on a device `device_windows`, else the host's."""
-        return device_windows(self.kernels, self.steps) if self.kind == "cuda" else host_windows(self.steps)
+        on_host = self.steps[["start", "end"]].to_numpy(dtype=np.float64)
+        return device_windows(self.kernels, on_host) if self.kind == "cuda" else on_host
 
     def issued_kernels(self) -> pd.DataFrame:
         """The `kernels` that the analysed steps issued."""
@@ -122,7 +123,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
         raise UserError(f"{path}: a step in it lasts no time; its clock stood still")
     if not (issued & (kernels["end"] > kernels["start"])).any():
         raise UserError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
-    last = device_windows(kernels, steps)[-1, 1] if kind == "cuda" else end
+    last = device_windows(kernels, steps[["start", "end"]].to_numpy(dtype=float))[-1, 1] if kind == "cuda" else end
     if unseen := int(((trace.unseen >= begin) & (trace.unseen <= end)).sum()):
         notes.append(f"kernels that were launched are not in it ({unseen}), so busy time lacks theirs")
     running = (kernels["start"] < last) & (kernels["end"] > begin)
@@ -220,12 +221,7 @@ def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
     return found[["number", "start", "end", "thread"]]
 
 
-def host_windows(steps: pd.DataFrame) -> Intervals:
-    """Start and end of each step on the host, in us."""
-    return steps[["start", "end"]].to_numpy(dtype=np.float64)
-
-
-def device_windows(kernels: pd.DataFrame, steps: pd.DataFrame) -> Intervals:
+def device_windows(kernels: pd.DataFrame, bounds: Intervals) -> Intervals:
     """When a device worked on each step: from the end of the step before to the end of the step's last kernel.
 
     A kernel belongs to the step that launched it. The host runs ahead: it may be in the next step but one while the
@@ -235,9 +231,8 @@ def device_windows(kernels: pd.DataFrame, steps: pd.DataFrame) -> Intervals:
 
     Args:
         kernels: Columns stream, start, end, launch.
-        steps: The host's, in order: columns start, end.
+        bounds: The host's steps, in order.
     """
-    bounds = host_windows(steps)
     own = kernels["launch"].between(bounds[0, 0], bounds[-1, 1])
     place = np.searchsorted(bounds[:, 0], kernels.loc[own, "launch"].to_numpy(float), side="right") - 1
     ends = np.full(len(bounds), -np.inf)

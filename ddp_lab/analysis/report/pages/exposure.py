@@ -34,10 +34,11 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
     sections = [
         Section(
             "Exposed communication",
-            "Means over the analysed steps; the parts add up to the step. Waiting: a collective runs, compute does "
-            "not, and the last rank or a pipeline's message has not arrived. Transfer: the same after its arrival. "
-            "exposure.csv has every step." + unmatched(exposure.collectives),
-            table=table("exposure", abridged(mean, ranks), EXPOSURE_COLUMNS),
+            "The exposed time above, by cause; means over the analysed steps. HTA counts from the first kernel to the "
+            "last, and copies with communication. Here steps are whole, and copies apart. Waiting: a collective runs, "
+            "compute does not, and the last rank or a pipeline's message has not arrived. Transfer: the same after its "
+            "arrival. exposure.csv has every step." + unmatched(exposure.collectives),
+            table=table("exposure", abridged(mean, ranks).drop(columns=["compute_ms", "idle_ms"]), EXPOSURE_COLUMNS),
             figure=drawing(parts_figure([f"rank {rank}" for rank in drawn["rank"]], drawn)),
         )
     ]

@@ -77,8 +77,8 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         *pipeline_section(analysis.passes, pipeline_steps(analysis.passes, steps), list(ranks)),
         Section(
             "Where the time went",
-            "By Holistic Trace Analysis (HTA). Exposed: communication ran and compute did not. Overlap: the share of "
-            "communication time in which compute ran as well.",
+            "By Holistic Trace Analysis (HTA), from the first kernel to the last. Exposed: communication ran and "
+            "compute did not. Overlap: the share of communication time in which compute ran as well.",
             table=table("time", shown, TIME_COLUMNS),
         ),
         *exposure_sections(analysis.exposure),
