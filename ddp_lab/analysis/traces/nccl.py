@@ -60,20 +60,20 @@ def device_collectives(
         enclosing(launches, events[names.str.startswith(prefix) & (names != "nccl:coalesced")])  # of unknown content
         for prefix in ("c10d::", "nccl:")
     )
-    calls = np.where(operators >= 0, operators, spans)
     rows: dict[int, list[Any]] = {}
-    for number, (kernel, label) in enumerate(zip(kernels.itertuples(), calls, strict=True)):
+    ran: list[Any] = list(kernels.itertuples())
+    for number, (kernel, call, span) in enumerate(zip(ran, operators, spans, strict=True)):
         args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
-        operator = _whole(args, "External id")
-        key = operator if operator in described else -1 - number
+        issuer = _whole(args, "External id")
+        key = issuer if issuer in described else -1 - number
         if key in rows:
             rows[key][2] = max(rows[key][2], kernel.end)
             continue
-        args = {**described.get(operator, {}), **args}
-        call_name, call_args = (events["name"][label], events["args"][label]) if label >= 0 else (kernel.name, None)
-        kind = _kind(str(args.get("Collective name") or call_name))
+        args = {**described.get(issuer, {}), **args}
+        name = names[call if call >= 0 else span if span >= 0 else kernel.Index]
+        kind = _kind(str(args.get("Collective name") or name))
         size = max(_whole(args, "Group size"), 0) or np.nan
-        payload, dtype = _payload(args, kind, size, call_args)
+        payload, dtype = _payload(args, kind, size, events["args"][call] if call >= 0 else None)
         rows[key] = [
             kind,
             kernel.start,
