@@ -7,11 +7,9 @@ collective is `queued` until the device has done all that comes before it, `star
 device is past it. A collective that nobody has waited for yet is asked itself (`Work.is_completed`).
 
 A mark is an event and keeps no tensor alive. A `Work` does (its outputs, and its inputs until it is waited for), so it
-is held only until it is waited for or completed. At most as many collectives as the flight recorder has places for are
-followed; others stay `queued`.
+is held only until it is waited for or completed.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 from ddp_lab.collectives.calls import COMPLETED, QUEUED, STARTED
-from ddp_lab.runtime.watch.flight_recorder import RING_ENTRIES, FlightRecorder
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 
 Query = Callable[[], bool]
 """Asks without waiting. Any thread may call it."""
@@ -32,9 +30,6 @@ STALL_S = 2.0
 ALLOWED_SHARE, REPORT_MARGIN_S = 0.8, 10.0
 """A hang is declared after so much of the timeout, or so long before it ends, whichever is later: then the ranks have
 time to report before NCCL's watchdog ends the process."""
-
-LOOK_EVERY = 64
-"""Collectives. Where no more can be followed, the training thread makes room once in so many: it takes 1 ms."""
 
 
 def only_orders_streams(backend: Backend, device: torch.device) -> bool:
@@ -105,18 +100,14 @@ class DeviceCollectives:
     def __init__(self, flight: FlightRecorder) -> None:
         self._flight = flight
         self._open: dict[int, OpenCollective] = {}  # by number, oldest first
-        self._looking = threading.Lock()  # the watcher's thread looks, and the training thread to make room
 
     def issue(self, number: int, queue: str | None, device: torch.device, timeout_s: float) -> None:
         """The host is about to issue a collective."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # it runs when the graph does
         self._flight.set_state(number, QUEUED)
-        if len(self._open) == RING_ENTRIES and number % LOOK_EVERY == 0:
-            self.look()
-        if len(self._open) < RING_ENTRIES:  # else the oldest tells more than the latest
-            mark = mark_stream(device)
-            self._open[number] = OpenCollective(number, queue, device, time.monotonic(), timeout_s, mark)
+        mark = mark_stream(device)
+        self._open[number] = OpenCollective(number, queue, device, time.monotonic(), timeout_s, mark)
 
     def issued(self, number: int, work: dist.Work) -> None:
         if collective := self._open.get(number):
@@ -128,22 +119,21 @@ class DeviceCollectives:
             collective.is_completed = mark_stream(collective.device)
 
     def look(self) -> None:
-        """Bring the flight recorder up to date."""
-        oldest = self.oldest
-        with self._looking, current(oldest.device) if oldest else nullcontext():
-            self._look()
-
-    def _look(self) -> None:
+        """Bring the flight recorder up to date. Called by the watcher's thread."""
+        if (oldest := self.oldest) is None:
+            self._flight.page.stalled = -1
+            return
         completed: set[str] = set()
-        for collective in reversed(list(self._open.values())):
-            if collective.queue in completed or answers_yes(collective.is_completed):
-                if collective.queue is not None:
-                    completed.add(collective.queue)
-                self._flight.set_state(collective.number, COMPLETED)
-                self._open.pop(collective.number, None)
-            elif answers_yes(collective.has_started):
-                self._flight.set_state(collective.number, STARTED)
-                collective.has_started = None
+        with current(oldest.device):
+            for collective in reversed(list(self._open.values())):
+                if collective.queue in completed or answers_yes(collective.is_completed):
+                    if collective.queue is not None:
+                        completed.add(collective.queue)
+                    self._flight.set_state(collective.number, COMPLETED)
+                    self._open.pop(collective.number, None)
+                elif answers_yes(collective.has_started):
+                    self._flight.set_state(collective.number, STARTED)
+                    collective.has_started = None
         oldest = self.oldest
         self._flight.page.stalled = oldest.number if oldest and oldest.waited_s >= STALL_S else -1
 

@@ -5,21 +5,14 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 LOOP = "training loop"
 """The phase between the named parts of a step."""
 IMPORTING, READING, BUILDING, FIRST_STEP = "importing", "reading data", "building the model", "first step"
 SAY_AFTER_S, SAY_EVERY_S, LOOK_EVERY_S = 5.0, 10.0, 1.0
-
-
-class Recorder(Protocol):
-    """A flight recorder (`ddp_lab.runtime.watch.flight_recorder`)."""
-
-    def set_phase(self, step: int, phase: str, /) -> None: ...
 
 
 def process_age_s() -> float:
@@ -31,7 +24,7 @@ def process_age_s() -> float:
         return 0.0
 
 
-_recorder: Recorder | None = None
+_record: Callable[[int, str], None] | None = None
 _step, _phase = -1, IMPORTING
 _since, _is_starting = time.monotonic() - process_age_s(), True
 start_s: dict[str, float] = {}
@@ -70,11 +63,11 @@ def host_time() -> dict[str, float]:
     return waited | {"core": waited_for_core_s(), "now": time.time()}
 
 
-def record_phases_in(recorder: Recorder | None) -> None:
-    """From now on, write each phase into `recorder`; None: nowhere, since the run has ended."""
-    global _recorder, _step, _phase, _since, _is_starting
-    _recorder = recorder
-    if recorder is None:
+def record_phases_in(record: Callable[[int, str], None] | None) -> None:
+    """From now on, tell each step and phase to `record`, as of a flight recorder; None: nobody, the run has ended."""
+    global _record, _step, _phase, _since, _is_starting
+    _record = record
+    if record is None:
         _step, _phase, _since, _is_starting = -1, IMPORTING, time.monotonic(), True
         start_s.clear()
 
@@ -140,8 +133,8 @@ def _enter(step: int, name: str) -> None:
         start_s[part] = start_s.get(part, 0.0) + now - _since
         _since, _is_starting = now, _step in (-1, step)
     _step, _phase = step, name
-    if _recorder is not None:
-        _recorder.set_phase(step, name)
+    if _record is not None:
+        _record(step, name)
 
 
 @contextmanager

@@ -209,10 +209,7 @@ def recorded_collectives(
     recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort, names)
 
     def recording(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            return recorder.wait(plain, work, *args, **kwargs)
-
-        return wait
+        return lambda work, *args, **kwargs: recorder.wait(plain, work, *args, **kwargs)
 
     def following(plain: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:

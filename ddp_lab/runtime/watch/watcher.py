@@ -68,7 +68,7 @@ class Watcher:
         self._peers = Peers(self.flight, self._rank, self._world_size)
         self.flight.keep_crashes()
         self._signals = SignalReceiver()
-        record_phases_in(self.flight)
+        record_phases_in(self.flight.set_phase)
         self._thread.start()
         with recorded_collectives(self.flight, self.on_device, self.aborted, self._names):
             try:

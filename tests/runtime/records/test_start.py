@@ -1,7 +1,6 @@
 """Where the time until the first step is done goes."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -57,7 +56,7 @@ def test_long_phases_are_said_but_no_steps_after_the_first(monkeypatch, capsys):
 
 def test_a_save_is_no_part_of_the_step_around_it():
     entered = []
-    phases.record_phases_in(SimpleNamespace(set_phase=lambda *phase: entered.append(phase)))
+    phases.record_phases_in(lambda *phase: entered.append(phase))
     phases.begin_step(3)
     with phases.during("saving a checkpoint"):
         pass
