@@ -21,7 +21,8 @@ from torch import Tensor
 from ddp.buckets import fill_buckets, usual_cap_bytes
 from ddp.fixed_order import FixedOrder
 from ddp_lab.strategy.account import Collective
-from ddp_lab.strategy.communication.collectives import all_gather, is_gloo, side_group
+from ddp_lab.strategy.communication.collectives import all_gather
+from ddp_lab.strategy.groups import is_gloo, side_group
 from ddp_lab.strategy.modules import find_blocks
 from sharding.options.arrivals import Arrivals
 from sharding.parts.flat import FlatParameters

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.process.environment import schedule_as_batch
-from ddp_lab.strategy.communication import collectives
+from ddp_lab.strategy import groups
 
 JOB_TIMEOUT_S = 120.0
 CAUSE_S = 10.0  # after a lost connection, for the rank that caused it to say why
@@ -151,7 +151,7 @@ def kept_groups() -> set[Any]:
     import torch.distributed as dist
 
     world = dist.group.WORLD
-    return {*collectives._groups_of_roots.get(world, ()), collectives._side_groups.get(world)}
+    return {*groups._groups_of_roots.get(world, ()), groups._side_groups.get(world)}
 
 
 def serve(connection: Connection, config: RunConfig, place: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.runtime.errors import OneRankError
-from ddp_lab.strategy.communication.collectives import all_gather, groups_of_roots, reduce_scatter
+from ddp_lab.strategy.communication.collectives import all_gather, reduce_scatter
+from ddp_lab.strategy.groups import groups_of_roots
 from tests.models import Lookup, batch, build
 from tests.parity import built, check_messages, load, message_of, one_step
 from tests.ranks import RankPool
