@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ddp_lab.analysis.columns import CHANGE_COLUMNS, COMPONENTS, kinds_run
-from ddp_lab.analysis.comparison.compare import largest_difference, run_row, traced_row
+from ddp_lab.analysis.comparison.compare import largest_difference, loss_unit, run_row, traced_row
 from ddp_lab.analysis.comparison.timing import expected_of, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.metrics.significance import (
@@ -175,13 +175,13 @@ def counted_rows(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
 
 def single_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """Figures measured once a run. If they differ, it is unknown whether by chance."""
-    distance = largest_difference(run.record, baseline.record)
+    distance, unit = largest_difference(run.record, baseline.record), loss_unit([baseline.record, run.record])
     accuracy = [None if row["eval_accuracy"] is None else 100 * row["eval_accuracy"] for row in (old, new)]
     return [
         *(plain(HELD[name], "bytes", old[name], new[name]) for name in NO_SPREAD),
-        plain("final training loss", "nats", old["final_train_loss"], new["final_train_loss"]),
-        Change(LOSSES_APART, "nats", np.nan, np.nan, distance, np.nan, result=UNKNOWN if distance else EQUAL),
-        plain("eval loss", "nats", old["eval_loss"], new["eval_loss"]),
+        plain("final training loss", unit, old["final_train_loss"], new["final_train_loss"]),
+        Change(LOSSES_APART, unit, np.nan, np.nan, distance, np.nan, result=UNKNOWN if distance else EQUAL),
+        plain("eval loss", unit, old["eval_loss"], new["eval_loss"]),
         plain("accuracy", "%", accuracy[0], accuracy[1]),
     ]
 

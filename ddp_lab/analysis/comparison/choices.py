@@ -155,7 +155,8 @@ def print_table(table: pd.DataFrame, console: Console) -> None:
     for name in names:
         column = COMPARISON_COLUMNS[name]
         is_text = name in ("choice", "verdict")
-        shown.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
+        unit = table.attrs["loss_unit"] if column.unit == "nats" else column.unit
+        shown.add_column(f"{column.label}\n{unit}", justify="left" if is_text else "right", no_wrap=True)
     for row in table.to_dict("records"):
         shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]).removesuffix(" seen") for name in names))
     print_whole(shown, console)

@@ -1,7 +1,7 @@
 """All choices side by side: a row a choice, from its latest run record and that run's traces."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +128,9 @@ def comparison(
     digits = {column: 4 for column in COMPARISON_COLUMNS if column not in FINE}
     for column in COUNTS:
         table[column] = table[column].astype("Int64").astype(object).where(table[column].notna(), None)
-    return table[list(COMPARISON_COLUMNS)].round(digits)
+    table = table[list(COMPARISON_COLUMNS)].round(digits)
+    table.attrs["loss_unit"] = loss_unit(records.values())
+    return table
 
 
 def group_rows(
@@ -203,6 +205,13 @@ def traced_row(traced: Traced | None, passes: Sequence[int] = (1,)) -> dict[str,
         **{column: traced.summary[column].mean() for column in (*SHARE_COLUMNS, *TRAFFIC_COLUMNS)},
         "audit_failures": int((traced.audit["result"] == "fail").sum()) if len(traced.audit) else float("nan"),
     }
+
+
+def loss_unit(records: Iterable[dict[str, Any]]) -> str:
+    """`nats` of a cross-entropy, which gives an accuracy or a perplexity; nothing of another loss."""
+    answers = [record["eval"] for record in records if record["eval"]]
+    entropies = (answer["accuracy"] is not None or answer["perplexity"] is not None for answer in answers)
+    return "nats" if not answers or any(entropies) else ""
 
 
 def largest_difference(record: dict[str, Any], reference: dict[str, Any]) -> float:

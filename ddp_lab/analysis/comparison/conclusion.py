@@ -14,6 +14,8 @@ from ddp_lab.runtime.errors import listed
 FASTER, SLOWER = VERDICTS[-1], VERDICTS[1]
 WORTH_NAMING = 0.2
 """A part of a step is named as a reason if its difference is at least this share of the whole difference."""
+SAME_MEMORY = 0.01
+"""Choices whose peaks differ by a smaller share need the same."""
 PARTS = {
     "compute": ("compute_ms",),
     "exposed communication": ("exposed_wait_ms", "exposed_transfer_ms"),
@@ -142,7 +144,8 @@ def reason(best: Row, other: Row, equal_compute: bool) -> str:
 def checks(table: pd.DataFrame) -> list[str]:
     """What else speaks for the figures."""
     audited, apart = table["audit_failures"].dropna(), table["loss_difference"].max()
-    found = [] if pd.isna(apart) else [f"losses are at most {apart:.1g} nats apart"]
+    unit = f" {table.attrs['loss_unit']}".rstrip()
+    found = [] if pd.isna(apart) else [f"losses are at most {apart:.1g}{unit} apart"]
     return found + ["every audit passes"] * (len(audited) > 0 and not audited.any())
 
 
@@ -158,9 +161,9 @@ def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> str:
         return ""
     least = min(row["peak_bytes"] for row in rows)
     size = f"{least / 2**20:,.1f} MiB" if least >= 2**20 / 10 else f"{least / 2**10:,.1f} KiB"
-    lean = [row for row in rows if row["peak_bytes"] == least]
+    lean = [row for row in rows if row["peak_bytes"] <= least * (1 + SAME_MEMORY)]
     if len(lean) == len(rows):
-        return f"All need the same memory: {size} at the peak of a step."
+        return f"All need the same memory, to {SAME_MEMORY:.0%}: {size} at the peak of a step."
     names = [row["choice"] for row in lean]
     needs = f"Least peak memory: {size} ({', '.join(names)})"
     best = next((row for row in rows if row["choice"] not in to_fastest), None) if to_fastest else None
@@ -172,9 +175,8 @@ def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> str:
         SLOWER: f"; {quickest} takes {standing.estimate.value:.2f} times as long",
         UNKNOWN: f"; the step time of {quickest} cannot be told apart from it",
     }
-    less = 100 * (1 - least / best["peak_bytes"])
-    share = f"{less:.0f} % less than {best['choice']}" if less >= 1 else f"under 1 % less than {best['choice']}"
-    return f"{needs}, {share}{cost.get(standing.verdict, '')}."
+    less = f"{100 * (1 - least / best['peak_bytes']):.0f} % less than {best['choice']}"
+    return f"{needs}, {less}{cost.get(standing.verdict, '')}."
 
 
 def shown(row: Row, column: str) -> str:

@@ -104,16 +104,23 @@ def legend_of(figure: go.Figure) -> str:
 
 
 def render(
-    title: str, lines: Sequence[str], sections: Sequence[Section], banner: str = "", opening: Markup | None = None
+    title: str,
+    lines: Sequence[str],
+    sections: Sequence[Section],
+    banner: str = "",
+    opening: Markup | None = None,
+    verdict: Sequence[str] = (),
 ) -> str:
     """The page, for `write_page`. Every text is escaped; only figures, which are escaped already, go in as they are.
 
     Args:
         banner: What a reader must know before any figure, such as that a run is incomplete.
         opening: What comes before all sections, as HTML.
+        verdict: A sentence that a reader needs first, and what to do about it.
     """
     template = templates().get_template("page.html.j2")
-    return template.render(title=title, lines=lines, sections=sections, banner=banner, opening=opening, script=SCRIPT)
+    parts = {"lines": lines, "sections": sections, "banner": banner, "opening": opening, "verdict": verdict}
+    return template.render(title=title, script=SCRIPT, **parts)
 
 
 def write_page(path: Path, page: str) -> None:

@@ -270,7 +270,7 @@ def test_the_page_says_what_the_csv_says(tmp_path):
     kinds = {"all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce", "send_recv", "other"}
     assert {name.rsplit("_", 3)[0] for name in left_out} == kinds and not table[sorted(left_out)].to_numpy().any()
     body = body_of(page.read_text())
-    assert body.count("<details>") == body.count("<h2") == 6
+    assert body.count("<details>") == body.count("<h2") - 1 == 5, "all but one step of each choice is folded"
     assert "other is fastest, 2.00 times as fast as the reference pytorch_ddp" in body
     assert "failed<b>" not in body and "Warning" not in body
 

@@ -43,7 +43,7 @@ def parts_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
     return styled(figure)
 
 
-def loss_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
+def loss_figure(records: Mapping[str, dict[str, Any]], unit: str) -> go.Figure:
     """Training loss over optimizer steps. Lines of choices that compute the same lie on top of each other."""
     figure = go.Figure()
     end = axis_end((loss for record in records.values() for loss in record["train_loss"]), 0.95)
@@ -55,14 +55,14 @@ def loss_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
             name=name,
             mode="lines",
             line={"dash": DASHES[index % len(DASHES)], "color": LINE_COLOURS[index % len(LINE_COLOURS)]},
-            hovertemplate=f"{name}, step %{{x}}: %{{y:.4f}} nats, mean over the global batch<extra></extra>",
+            hovertemplate=f"{name}, step %{{x}}: %{{y:.4f}} {unit}, mean over the global batch<extra></extra>",
         )
         if losses.max() > end:
             mark = {"text": f"▴ {losses.max():,.4g}", "showarrow": False, "bgcolor": "var(--paper)"}
             figure.update_yaxes(range=[0, end])
             figure.add_annotation(x=losses.idxmax(), y=1, yref="y domain", yanchor="top", **mark)
     figure.update_xaxes(title="optimizer step")
-    figure.update_yaxes(title="training loss, nats")
+    figure.update_yaxes(title=f"training loss, {unit}" if unit else "training loss")
     figure.update_layout(height=360, showlegend=True)
     return styled(figure)
 

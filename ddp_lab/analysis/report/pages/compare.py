@@ -1,10 +1,12 @@
 """The report on all choices side by side: `compare.html` and `compare.csv`."""
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
 
@@ -42,6 +44,7 @@ HOW_DRAWN = (
     "The median step of each choice, on its median rank. Collectives are hidden where they lie under compute; "
     "elsewhere the choice's own lane shows exposed communication. Drawn: "
 )
+HOW_IT_WORKS = Path(__file__).parents[4] / "docs" / "how-it-works" / "README.md"
 FIGURE = Column("figure", "", "what it is of each choice")
 VALUE = Column("value", "", "of every choice")
 
@@ -120,34 +123,41 @@ def write_comparison(compared: Compared, folder: Path) -> Path:
     write_csv(folder / "compare.csv", compared.table)
     page = folder / "compare.html"
     written = [*compared.traced, *compared.incomplete]
-    write_page(page, comparison_page(compared, [one for one in written if (folder / one / "summary.html").exists()]))
+    linked = [choice for choice in written if (folder / choice / "summary.html").exists()]
+    docs = quote(os.path.relpath(HOW_IT_WORKS, folder)) if HOW_IT_WORKS.exists() else ""  # of a checkout
+    write_page(page, comparison_page(compared, linked, docs))
     return page
 
 
-def comparison_page(compared: Compared, linked: Collection[str] = ()) -> str:
+def comparison_page(compared: Compared, linked: Collection[str] = (), docs: str = "") -> str:
     """What every reader needs first, and below it what explains it, folded.
 
     Args:
         linked: Choices whose `summary.html` is in a folder beside the page.
+        docs: Where the page on how choices work is, from the folder of this page.
     """
     parted = len(compared.groups) > 1
     more = [NOT_ACROSS] if parted else []
     if not compared.differences:
         more.append("In all other settings that are compared, the runs agree, as far as their records say.")
     more += dict.fromkeys(line for record in compared.records.values() for line in labels(record))
-    sections = [
+    losses = loss_figure(compared.records, compared.table.attrs["loss_unit"])
+    folded = [
         *figures_sections(compared),
-        *lanes_section(compared.traced),
         *memory_section(compared.table),
-        Section("Training loss", loss_text(compared), figure=drawing(loss_figure(compared.records))),
+        Section(
+            "Training loss",
+            loss_text(compared),
+            figure=drawing(losses),
+        ),
         Section("How this was measured and tested", " ".join([HOW_TESTED, *more])),
     ]
     return render(
         "Strategies side by side",
         summary_lines(compared),
-        [replace(section, folded=True) for section in sections],
+        [*lanes_section(compared.traced), *(replace(section, folded=True) for section in folded)],
         " ".join(filter(None, (compared.unfinished, banner(compared.differences, "choice")))),
-        opening(verdicts(compared), compared.table, linked),
+        opening(verdicts(compared), compared.table, linked, docs),
     )
 
 
@@ -204,7 +214,8 @@ def figures_sections(compared: Compared) -> list[Section]:
     for name, column in COMPARISON_COLUMNS.items():
         if name != "choice" and table[name].notna().any() and not name.startswith(silent):
             label = f"ratio of {COMPARISON_COLUMNS[ratio_of[name]].label}" if name in ratio_of else column.label
-            figure = cell("", f"{label}, {column.unit}" if column.unit else label, FIGURE)
+            unit = table.attrs["loss_unit"] if column.unit == "nats" else column.unit
+            figure = cell("", f"{label}, {unit}" if unit else label, FIGURE)
             values = [cell(name, row[name], column) for row in rows]
             is_alike = len(rows) > 1 and len({value["value"] for value in values}) == 1
             kept, shown = (alike, values[:1]) if is_alike else (differ, values)
@@ -254,6 +265,6 @@ def loss_text(compared: Compared) -> str:
         return f"No losses of {compared.reference} to compare with."
     apart = known.set_index("choice")["loss_difference"]
     return (
-        f"At no step does a choice's loss differ from {compared.reference}'s by more than {apart.max():.1e} nats "
-        f"({apart.idxmax()})."
+        f"At no step does a choice's loss differ from {compared.reference}'s by more than {apart.max():.1e} "
+        f"{compared.table.attrs['loss_unit']} ({apart.idxmax()}).".replace("  ", " ")
     )

@@ -29,7 +29,10 @@ COLUMNS = CHOICE | {
 
 
 def opening(
-    verdicts: Sequence[tuple[str, Verdict, str]], comparison: pd.DataFrame, linked: Collection[str] = ()
+    verdicts: Sequence[tuple[str, Verdict, str]],
+    comparison: pd.DataFrame,
+    linked: Collection[str] = (),
+    docs: str = "",
 ) -> Markup:
     """The first screen as HTML, with the fastest choice on top.
 
@@ -37,6 +40,7 @@ def opening(
         verdicts: For each group of runs that are compared: which it is, its verdict, and what needs least memory.
         comparison: The table of `ddp_lab.analysis.comparison.compare.comparison`.
         linked: Choices whose name leads to their `summary.html`.
+        docs: Where the page on how choices work is, from the folder of this page.
     """
     ranked = comparison.sort_values("step_time_ms_median", kind="stable")
     choices = table("choices", ranked[list(COLUMNS)], COLUMNS)
@@ -55,6 +59,7 @@ def opening(
             legend=[part for part in (*PARTS, NOT_TRACED) if part in drawn],
             table=choices,
             heading="Choices, the fastest first",
+            docs=docs,
         )
     )
 

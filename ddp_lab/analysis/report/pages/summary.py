@@ -64,10 +64,10 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
     drawn, shown = analysis.summary[analysis.summary["rank"].isin(ranks)], abridged(analysis.summary, ranks)
     numbers = timelines[0].steps["number"].tolist()
     lines = [
-        f"Run {analysis.window.run_id}, optimizer steps {', '.join(map(str, numbers))}. {analysis.kind_sentence}",
+        f"Run {analysis.window.run_id}, optimizer step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: what "
+        f"the profiler recorded. {analysis.kind_sentence}",
         "Times are of profiled steps, which take longer than others. The run record has the step times to compare.",
         *labels(analysis.record),
-        *verdict_of(analysis.record),
     ]
     if len(numbers) == 1:
         lines.append("Only one step could be analysed, so it is unknown how much steps differ.")
@@ -97,13 +97,14 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         audit_section(analysis.audit, list(ranks)),
         kernels_section(analysis.timelines),
     ]
-    return render(f"{choice}: what its ranks did", lines, sections, banner=incomplete(analysis))
+    title = f"{choice}: what its ranks did"
+    return render(title, lines, sections, banner=incomplete(analysis), verdict=verdict_of(analysis.record))
 
 
-def verdict_of(record: dict[str, Any] | None) -> list[str]:
-    """What the run said of itself at its end, from all timed steps."""
-    said = record["verdict"] if record else []
-    return [f"The run's own verdict, without traces: {said[0]}. Try next: {said[1]}."] if len(said) == 2 else []
+def verdict_of(record: dict[str, Any] | None) -> Sequence[str]:
+    """What the run said of itself at its end, from all timed steps, and what to try next; empty without a record."""
+    verdict = record["verdict"] if record else []
+    return [f"{verdict[0][:1].upper()}{verdict[0][1:]}.", f"Try next: {verdict[1]}."] if len(verdict) == 2 else []
 
 
 def incomplete(analysis: WindowAnalysis) -> str:
@@ -173,7 +174,7 @@ def memory_sections(analysis: WindowAnalysis) -> list[Section]:
     summary, ranks = analysis.summary, representatives(analysis.exposure.steps, MOST_PANELS)
     shown = memory_table(abridged(summary, representatives(analysis.exposure.steps)))
     if summary["model_states_bytes"].isna().all():
-        return [Section("Memory", "Unknown: there is no record of a run with memory beside the traces.", table=shown)]
+        return [Section("Memory", "Unknown: there is no record of a run with memory beside the traces.")]
     record = analysis.record or {}
     shards = ", ".join(COMPONENTS[name] for name in SHARDABLE if name in record.get("shards", []))
     over = sharding_ranks(record) if shards else 1
