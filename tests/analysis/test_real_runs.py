@@ -20,6 +20,8 @@ from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.run import train_and_record
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.sequence import recorded_collectives
 from tests.ranks import RankPool
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 80, "eval_samples": 8, "profile_wait": 1}
@@ -79,7 +81,8 @@ def test_wrong_strategies_are_seen(ranks: RankPool, tmp_path):
 
 
 def train_zero3(folder: str):
-    train(folder, "zero3", sharding.load, train_samples=50, profile_wait=4, epochs=2)
+    with recorded_collectives(FlightRecorder.create(dist.get_rank())):
+        train(folder, "zero3", sharding.load, train_samples=50, profile_wait=4, epochs=2)
 
 
 def test_a_window_over_the_end_of_an_epoch(ranks: RankPool, tmp_path):

@@ -39,10 +39,15 @@ def only_group(info: dict[str, Any]) -> str:
     For events that do not name their group: those of old NCCL, and of Gloo in traces that are not ours. Groups of one
     rank do not communicate, so they do not count.
     """
-    groups = info.get("pg_config")
-    sets = [group.get("ranks") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    distinct = {str(ranks) for ranks in sets if isinstance(ranks, list) and len(ranks) > 1}
+    distinct = {str(ranks) for _, ranks in groups_of(info) if isinstance(ranks, list) and len(ranks) > 1}
     return EVERYBODY if len(distinct) <= 1 else ""
+
+
+def groups_of(info: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Name and ranks of each process group in a trace's `distributedInfo`."""
+    groups = info.get("pg_config")
+    named = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return [(str(group.get("pg_name")), group.get("ranks", "")) for group in named]
 
 
 def shown(name: str, world_size: int) -> str:

@@ -22,6 +22,7 @@ from ddp_lab.analysis.traces.collectives import (
     ITEM_BYTES,
     dtype_of,
     enclosing,
+    groups_of,
     only_group,
     shown,
     tensor_sizes,
@@ -52,7 +53,7 @@ def device_collectives(
         for args in events.loc[events["name"] == "record_param_comms", "args"]
         if isinstance(args, dict) and "Collective name" in args and (operator := _whole(args, "External id")) >= 0
     }
-    groups, group = _ranks_by_group(info), only_group(info)
+    groups, group = {name: str(ranks) for name, ranks in groups_of(info)}, only_group(info)
     kernels = kernels[kernels["name"].str.match(COLLECTIVE_KERNEL)]
     launches = kernels[["launcher", "launch"]].set_axis(["thread", "start"], axis="columns")
     names = events["name"]
@@ -124,13 +125,6 @@ def _whole(args: dict[str, Any], name: str) -> int:
     """A whole number among an event's arguments; -1 if it is missing or not a whole number."""
     value = args.get(name)
     return value if isinstance(value, int) else -1
-
-
-def _ranks_by_group(info: dict[str, Any]) -> dict[str, str]:
-    """The ranks of each process group, by its name."""
-    groups = info.get("pg_config")
-    named = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    return {str(group.get("pg_name")): str(group.get("ranks", "")) for group in named}
 
 
 def _group_name(args: dict[str, Any], groups: dict[str, str]) -> str:
