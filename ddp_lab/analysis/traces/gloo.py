@@ -67,16 +67,14 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
         began.append(max((span.start for span in spans), default=np.nan))
         if not spans:
             continue
-        dtype, size = dtype_of(spans[0].args) or call.dtype, len(ranks_of(call.group, world_size))
-        is_share = call.kind in SHARES or call.name == OF_LISTS
-        elements = call.elements * ((size or np.nan) if is_share else 1)
+        dtype = dtype_of(spans[0].args) or call.dtype
         row = [
             MESSAGE if call.kind in ENDS else call.kind,
             min(span.start for span in spans),
             max(span.end for span in spans),
-            0.0 if call.kind == "barrier" else elements * ITEM_BYTES.get(dtype, np.nan),
+            0.0 if call.kind == "barrier" else call.elements * ITEM_BYTES.get(dtype, np.nan),
             call.group,
-            size or np.nan,
+            len(ranks_of(call.group, world_size)) or np.nan,
             dtype,
             f"gloo {spans[0].thread.split()[1]}",
             call.start,
@@ -92,8 +90,7 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
 
 
 def _calls(events: pd.DataFrame, world_size: int, group: str) -> pd.DataFrame:
-    """The operators that issue collectives, with their kind, group and dtype, the elements of their argument, and the
-    sizes that their spans show."""
+    """The operators that issue collectives, with their kind, group and dtype, and their `_sizes`."""
     calls = events[events["name"].str.startswith("c10d::")]
     calls = calls.assign(kind=calls["name"].map(kind_of), group=group, dtype="")
     calls = calls[calls["kind"] != ""]
@@ -101,27 +98,28 @@ def _calls(events: pd.DataFrame, world_size: int, group: str) -> pd.DataFrame:
     told = marks["name"].str.extract(MARK_NAME).set_index(enclosing(marks, calls))
     told["group"] = [shown(str(name), world_size) for name in told["group"]]
     calls.update(told[~told.index.duplicated()])
-    ranks = [len(ranks_of(name, world_size)) or world_size for name in calls["group"]]
-    sizes = [_argument(call) for call in calls.itertuples()]
-    spans = [_span_sizes(*of) for of in zip(calls.itertuples(), sizes, ranks, strict=True)]
-    return calls.assign(elements=list(map(sum, sizes)), spans=pd.Series(spans, calls.index))
+    issued: list[Any] = list(calls.itertuples())
+    sizes = [_sizes(call, len(ranks_of(call.group, world_size)), world_size) for call in issued]
+    columns = pd.DataFrame(sizes, calls.index, ["elements", "spans"])
+    return calls.join(columns)
 
 
-def _argument(call: Any) -> list[int]:
-    """Elements of each tensor in the argument that a call's span shows."""
-    position = 1 if call.kind in SECOND and call.name != OF_LISTS else 0
-    return tensor_sizes(call.args, position) if call.kind != "barrier" else []
+def _sizes(call: Any, ranks: int, world_size: int) -> tuple[float, tuple[int, ...]]:
+    """Elements of a call's payload, and those that each of its spans shows.
 
-
-def _span_sizes(call: Any, sizes: list[int], ranks: int) -> tuple[int, ...]:
-    """Elements that each span of a call shows."""
-    if call.name == OF_TENSORS:
-        return tuple(sizes)
+    Args:
+        ranks: Of its group; 0 if unknown, and then `world_size` stands for it in the spans.
+    """
+    is_list, members = call.name == OF_LISTS, ranks or world_size
+    position = 1 if call.kind in SECOND and not is_list else 0
+    sizes = tensor_sizes(call.args, position) if call.kind != "barrier" else []
+    spans = tuple(sizes) if call.name == OF_TENSORS else (sum(sizes),) * (members if is_list else 1)
     if call.kind == "scatter":  # the root's span shows all that it sends, the others' spans show nothing
         kinds = call.args.get("Input type") if isinstance(call.args, dict) else None
         sends = isinstance(kinds, list) and len(kinds) > 1 and kinds[1] != "ScalarList"
-        return (sum(sizes) * ranks * sends,)
-    return (sum(sizes),) * (ranks if call.name == OF_LISTS else 1)
+        spans = (sum(sizes) * members * sends,)
+    is_share = is_list or call.kind in SHARES
+    return sum(sizes) * ((ranks or np.nan) if is_share else 1), spans
 
 
 def _spans(events: pd.DataFrame, calls: pd.DataFrame) -> tuple[dict[Any, list[Any]], dict[str, set[str]]]:
