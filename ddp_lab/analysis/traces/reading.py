@@ -7,6 +7,7 @@ stay undecoded bytes, except those of collectives and of device events.
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -195,24 +196,21 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, NDArray[np.float64], lis
             launched[link] = event
         elif event.cat == "cpu_op" and (not on_device or COLLECTIVE_NAME.match(event.name)):
             kept.append(event)
-    device = [_device_arguments(event) if event.cat in DEVICE_CATEGORIES else None for event in kept]
-    launches = [None if of is None else launched.get(of.correlation) for of in device]
-    seen, first = {of.correlation for of in device if of}, min(launched, default=0)
+    first, seen, rows = min(launched, default=0), set(), []
+    for event in kept:
+        of = _device_arguments(event) if event.cat in DEVICE_CATEGORIES else None
+        by = launched.get(of.correlation) if of else None
+        launch = (by.ts, f"{by.pid} {by.tid}") if by else (None, None)
+        is_unlaunched = of is not None and (of.correlation is None or of.correlation >= first)
+        args = _arguments(event) if COLLECTIVE_NAME.match(event.name) else None
+        thread, stream = f"{event.pid} {event.tid}", _clean(str(of.stream)) if of else ""
+        rows.append((event.cat, event.name, thread, event.ts, event.dur, stream, *launch, is_unlaunched, args))
+        seen.add(of.correlation if of else None)
     unseen = [by.ts for link, by in launched.items() if link not in seen and "LaunchKernel" in by.name]
-    frame = pd.DataFrame(
-        {
-            "cat": [event.cat for event in kept],
-            "name": [event.name for event in kept],
-            "thread": [f"{event.pid} {event.tid}" for event in kept],
-            "start": _numbers([event.ts for event in kept]),
-            "end": _numbers([event.dur for event in kept]),
-            "stream": ["" if of is None else _clean(str(of.stream)) for of in device],
-            "launch": _numbers([None if by is None else by.ts for by in launches]),
-            "launcher": [None if by is None else f"{by.pid} {by.tid}" for by in launches],
-            "is_unlaunched": [of is not None and (of.correlation is None or of.correlation >= first) for of in device],
-            "args": [_arguments(event) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
-        }
-    )
+    names = ["cat", "name", "thread", "start", "end", "stream", "launch", "launcher", "is_unlaunched", "args"]
+    frame = pd.DataFrame(rows, columns=names)
+    for column in ("start", "end", "launch"):
+        frame[column] = _numbers(frame[column])
     frame["is_unlaunched"] &= frame["launch"].isna()
     if frame["name"].str.startswith(PACED).any():
         frame = frame[~frame["name"].str.startswith("gloo:")]
@@ -239,11 +237,9 @@ def _clean(name: str) -> str:
     return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"
 
 
-def _numbers(values: list[Any]) -> "pd.Series[float]":
-    are_times = [type(value) in (int, float) and abs(value) < LARGEST_TIME_US for value in values]
-    return pd.Series(
-        [value if usable else np.nan for value, usable in zip(values, are_times, strict=True)], dtype=float
-    )
+def _numbers(values: Iterable[Any]) -> "pd.Series[float]":
+    times = [value if type(value) in (int, float) and abs(value) < LARGEST_TIME_US else np.nan for value in values]
+    return pd.Series(times, dtype=float)
 
 
 def _device_arguments(event: _Event) -> _DeviceArguments:
