@@ -59,7 +59,7 @@ def without_marks() -> Iterator[None]:
     """Within this context stderr is held back; afterwards it is passed on without libkineto's lines of two kinds, which
     no level leaves out alone. Not if the user has set the level. What Python writes is not held back, since the watcher
     may end the process meanwhile; what C++ writes is lost if the process dies within."""
-    if os.environ.get(KINETO) != WARNINGS or not hasattr(os, "memfd_create"):
+    if os.environ.get(KINETO) != WARNINGS:
         yield
         return
     with os.fdopen(os.dup(2), "w", buffering=1) as stderr, os.fdopen(os.memfd_create("stderr"), "w+b") as held:

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ddp_lab.runtime.groups import host_barrier, told_through
 from ddp_lab.runtime.watch.cause import Mismatch, RankNames, RankReport, find_mismatch
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.phases import process_stat
 
 SETTLE_S = 2.5
 """How long the ranks have to say why they end."""
@@ -145,10 +146,7 @@ def report_of(flight: FlightRecorder) -> RankReport:
 def state_of(pid: int) -> str:
     """The letter of proc(5) for the state of a process: of one that is stopped T or t, of a zombie Z. `?` if the system
     does not tell."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "?"
+    return next(iter(process_stat(pid)), "?")
 
 
 def kills_for_memory() -> int:

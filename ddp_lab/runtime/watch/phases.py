@@ -15,13 +15,18 @@ IMPORTING, READING, BUILDING, FIRST_STEP = "importing", "reading data", "buildin
 SAY_AFTER_S, SAY_EVERY_S, LOOK_EVERY_S = 5.0, 10.0, 1.0
 
 
+def process_stat(pid: int | str) -> list[str]:
+    """What proc(5) tells of a process, from its state on; empty where the system is not Linux, or the process gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def process_age_s() -> float:
     """Seconds since this process began; 0 where the system is not Linux."""
-    try:
-        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return 0.0
+    stat = process_stat("self")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK") if stat else 0.0
 
 
 _record: Callable[[int, str], None] | None = None
