@@ -20,7 +20,7 @@ from ddp_lab.runtime.data.batches import to_device
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks
-from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.runtime.loop import train
 from ddp_lab.runtime.profiling.memory import allocations_of, counting_on_all_threads
 from ddp_lab.strategy.account import Collective, ModelSize, expected_state_bytes, storage_bytes
 from ddp_lab.strategy.batches import MicroBatch, StepData
@@ -86,7 +86,7 @@ def make_runner(
     strategy = build_strategy(config, workload, ranks, strategy_class, group, model_parallel)
 
     def steps(count: int) -> None:
-        train(strategy, [StepData(config.global_batch_size, batches)] * count, Unwatched(), None, lambda result: None)
+        train(strategy, [StepData(config.global_batch_size, batches)] * count)
         strategy.finish_parameter_synchronization()
 
     return Runner(

@@ -16,7 +16,7 @@ from ddp_lab.runtime.checkpoint.session import Checkpoints
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.loop import Plan, TrainingResult, Unwatched, train
+from ddp_lab.runtime.loop import TrainingResult, train
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.options import AUTO
 from ddp_lab.strategy.strategy import Strategy
@@ -93,10 +93,11 @@ def train_to(
         strategy.wants_to_stop = lambda: strategy.optimizer_steps >= asks_in_step
     seed_everything(config.seed, dist.get_rank())
     earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1)).micro_batches)
-    plan = Plan(earlier, checkpoints.is_due, learning_rates(config, planned or last))
+    rates = learning_rates(config, planned or last)
     try:
         todo = steps(checkpoints.done, last)
-        result = train(strategy, todo, Unwatched(), None, checkpoints.after_step, plan)
+        settings = {"earlier": earlier, "is_due": checkpoints.is_due, "learning_rate": rates}
+        result = train(strategy, todo, on_step=checkpoints.after_step, **settings)
         checkpoints.finish()
     finally:
         checkpoints.close()

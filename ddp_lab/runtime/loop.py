@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import tee, zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,24 +25,19 @@ MOST_NATS = 700
 """The perplexity of a larger loss is no finite number."""
 
 
-class StepFollower(Protocol):
-    """What follows the loop: the window profiler, or the memory recorder."""
+class StepFollower:
+    """What follows the loop: the window profiler, or the memory recorder. This one does nothing."""
 
     @property
     def slows_this_step(self) -> bool:
         """Whether the follower slows the current step down, so that the step's time is not recorded."""
+        return False
 
     def step(self) -> None:
         """An optimizer step is done."""
 
 
-class Unwatched:
-    """Follows the training loop and does nothing."""
-
-    slows_this_step = False
-
-    def step(self) -> None:
-        pass
+NOBODY = StepFollower()
 
 
 @dataclass
@@ -94,27 +89,16 @@ class TrainingResult:
         return TrainingResult(**{one.name: getattr(self, one.name)[:whole] for one in fields(self)})
 
 
-class Plan(NamedTuple):
-    """What a run asks of the loop besides training.
-
-    Attributes:
-        earlier: The result up to the checkpoint that the strategy resumes from. It is continued.
-        is_due: Whether `on_step` must be called right after this step, counted from 1, to save the model as it is then.
-        learning_rate: Of each step, counted from 0, for all parameter groups. Default: as the optimizer has them.
-    """
-
-    earlier: TrainingResult | None = None
-    is_due: Callable[[int], bool] = lambda step: False
-    learning_rate: Callable[[int], float] | None = None
-
-
 def train(
     strategy: Strategy,
     steps: Iterable[StepData],
-    profiler: StepFollower,
-    clip_grad_norm: float | None,
-    on_step: Callable[[TrainingResult], None],
-    plan: Plan = Plan(),  # noqa: B008
+    profiler: StepFollower = NOBODY,
+    clip_grad_norm: float | None = None,
+    on_step: Callable[[TrainingResult], None] = lambda result: None,
+    *,
+    earlier: TrainingResult | None = None,
+    is_due: Callable[[int], bool] = lambda step: False,
+    learning_rate: Callable[[int], float] | None = None,
 ) -> TrainingResult:
     """Train over `steps`, or until the ranks have agreed to stop (`Strategy.stops_after`).
 
@@ -123,8 +107,11 @@ def train(
     Args:
         clip_grad_norm: Largest norm of all gradients together; None to leave them as they are.
         on_step: Called with the result of each step once its loss is known: before the next step, or after it.
+        earlier: The result up to the checkpoint that the strategy resumes from. It is continued.
+        is_due: Whether `on_step` must be called right after this step, counted from 1, to save the model as it is then.
+        learning_rate: Of each step, counted from 0, for all parameter groups. Default: as the optimizer has them.
     """
-    result = plan.earlier or TrainingResult()
+    result = earlier or TrainingResult()
     unread: deque[tuple[Verdict, dict[str, Any]]] = deque()
     groups = strategy.optimizer.param_groups
 
@@ -143,9 +130,9 @@ def train(
     before, start = host_time(), time.perf_counter()
     begin_step(strategy.optimizer_steps)
     for data, following in with_following(loaded(steps)):
-        if plan.learning_rate is not None:
+        if learning_rate is not None:
             for group in groups:
-                group["lr"] = plan.learning_rate(strategy.optimizer_steps)
+                group["lr"] = learning_rate(strategy.optimizer_steps)
         strategy.zero_grad()
         strategy.forward_backward(data.micro_batches, data.weights, data.tokens, following)
         verdict = strategy.verdict
@@ -161,7 +148,7 @@ def train(
         known["host"]["began"] = before["now"]
         unread.append((verdict, known))
         profiler.step()
-        if plan.is_due(strategy.optimizer_steps):
+        if is_due(strategy.optimizer_steps):
             strategy.require_finite()
             read(unread_steps=0)
         else:

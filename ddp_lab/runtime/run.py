@@ -42,7 +42,7 @@ from ddp_lab.runtime.errors import (
     speaks_for_node,
 )
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
-from ddp_lab.runtime.loop import Plan, TrainingResult, evaluate, train
+from ddp_lab.runtime.loop import TrainingResult, evaluate, train
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import silence_libraries
 from ddp_lab.runtime.process.launcher import stop_requests
@@ -186,8 +186,16 @@ def train_and_record(
             say(start_line(start_so_far()))
             gc.enable()  # `train_from_command_line` has put it off
             all_batches = batches_of_steps(config, workload, ranks, steps, checkpoints.done)
-            plan = Plan(earlier, checkpoints.is_due, rates)
-            train(strategy, all_batches, profiler, config.clip_grad_norm, so_far.following(after_step), plan)
+            train(
+                strategy,
+                all_batches,
+                profiler,
+                config.clip_grad_norm,
+                so_far.following(after_step),
+                earlier=earlier,
+                is_due=checkpoints.is_due,
+                learning_rate=rates,
+            )
             checkpoints.finish()
 
     # Record

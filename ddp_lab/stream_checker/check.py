@@ -15,7 +15,7 @@ import sharding
 from ddp_lab.planner.simulation.process_group import default_group
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.errors import NonFiniteError
-from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.runtime.loop import train
 from ddp_lab.runtime.mesh import ShardGroups
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.options import StrategyOptions
@@ -88,7 +88,7 @@ def check(
         step = StepData(RANKS * len(next(iter(batches[0].values()))) * micro_batches, batches)
 
         def run(steps: int) -> list[float | None]:
-            return train(strategy, [step] * steps, Unwatched(), clip_grad_norm, lambda result: None).loss
+            return train(strategy, [step] * steps, clip_grad_norm=clip_grad_norm).loss
 
         run(max(2, strategy.settling_steps))
         waits = waits_in_backward(strategy, device)

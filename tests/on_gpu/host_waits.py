@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ddp_lab.runtime.loop import Unwatched
+from ddp_lab.runtime.loop import StepFollower
 
 SETTLED, COUNTED = 7, 4
 SAYS = "called a synchronizing CUDA operation"
 """The warning of `torch.cuda.set_sync_debug_mode`. When the mode is set first, another one speaks of it."""
 
 
-class HostWaits(Unwatched):
+class HostWaits(StepFollower):
     """Follows `train`, and counts in `COUNTED` steps after the first `SETTLED`. The end of a run may wait.
 
     Attributes:

@@ -8,7 +8,7 @@ import torch
 
 from ddp_lab.runtime.data import batches as own_batches
 from ddp_lab.runtime.data.masks import read_no_masks
-from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.runtime.loop import train
 from ddp_lab.strategy.batches import StepData
 from tests import models
 from tests.on_gpu.host_waits import COUNTED, HostWaits
@@ -60,7 +60,7 @@ def waits_of(names, size, is_planted=False):
             if is_planted:
                 strategy.module.register_forward_hook(lambda module, inputs, outputs: outputs.loss.item() and None)
             rank = torch.distributed.get_rank()
-            train(strategy, steps_of(case, rank, counter.steps, 2), counter, 1.0, lambda result: None)
+            train(strategy, steps_of(case, rank, counter.steps, 2), counter, 1.0)
         return counter.found
 
     return by_choice(names, places)
@@ -107,7 +107,7 @@ def losses(names, size, is_racing=False):
         case = case_of(name, size)
         with strategy_of(case) as strategy:
             steps = steps_of(case, torch.distributed.get_rank(), STEPS)
-            return train(strategy, steps, Unwatched(), 1.0, lambda result: None).loss[-1]
+            return train(strategy, steps, clip_grad_norm=1.0).loss[-1]
 
     with mock.patch.object(own_batches, "received", unordered if is_racing else own_batches.received):
         return by_choice(names, loss)

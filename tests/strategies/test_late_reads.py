@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.runtime.errors import NonFiniteError
-from ddp_lab.runtime.loop import Plan, Unwatched, train
+from ddp_lab.runtime.loop import train
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.strategy import Strategy
 from ddp_lab.strategy.verdict import ReadLater
@@ -73,14 +73,14 @@ def train_late_and_in_time(choice: str, options: dict[str, Any]):
         steps = [step_of(index, bool(options) and index == 2) for index in range(STEPS)]
         if is_late:
             with reads_late(strategy) as ages:
-                result = train(strategy, steps, Unwatched(), 1.0, on_step, Plan(is_due=lambda step: step == 3))
+                result = train(strategy, steps, clip_grad_norm=1.0, on_step=on_step, is_due=lambda step: step == 3)
             in_time = {(3, 3), (STEPS, STEPS)}
             assert set(seen) == {(1, 2), (2, 3), (4, 5)} | in_time
             assert ages.count(0) <= (6 if options else 4) * len(in_time), (
                 "only what a checkpoint or the end of training must know at once"
             )
         else:
-            result = train(strategy, steps, Unwatched(), 1.0, on_step)
+            result = train(strategy, steps, clip_grad_norm=1.0, on_step=on_step)
             assert seen == [(step, step) for step in range(1, STEPS + 1)]
         ends.append(((result.loss, result.loss_scale, result.skipped), strategy.full_state_dict()))
     (numbers, state), (usual_numbers, usual_state) = ends
@@ -97,7 +97,7 @@ def test_reading_late_changes_nothing(ranks: RankPool, choice):
 def diverge_late(choice: str, what: str, optimizer: str) -> tuple[str, bool]:
     """What step 2 says of step 1, and whether parameters are those from before step 1."""
     strategy = built(choice, "plain", optimizer)
-    train(strategy, map(step_of, range(1)), Unwatched(), None, lambda result: None)
+    train(strategy, map(step_of, range(1)))
     before = strategy.full_state_dict()
     steps = [step_of(index) for index in (1, 2)]
     if dist.get_rank() == 1:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ddp_lab.runtime.build import learning_rates
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.loop import Plan, Unwatched, train
+from ddp_lab.runtime.loop import train
 from ddp_lab.strategy.batches import StepData
 from tests.checkpoints import fingerprints, train_to
 from tests.models import build
@@ -25,8 +25,7 @@ def train_scheduled(choice: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Parameters after the last step, and the rates that the run records."""
     strategy = load(choice)(build("plain"), OPTIMIZERS["adam"], options_of(choice))
     steps = [StepData(8, global_batch("plain", SPLIT, step)[dist.get_rank()]) for step in range(STEPS)]
-    plan = Plan(learning_rate=learning_rates(CONFIG, STEPS))
-    result = train(strategy, steps, Unwatched(), None, lambda result: None, plan)
+    result = train(strategy, steps, learning_rate=learning_rates(CONFIG, STEPS))
     return strategy.full_state_dict(), [rate for rate in result.lr if rate is not None]
 
 

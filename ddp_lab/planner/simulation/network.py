@@ -16,7 +16,7 @@ from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.simulation.clock import Flight
 from ddp_lab.planner.simulation.streams import Streams
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.loop import Unwatched
+from ddp_lab.runtime.loop import StepFollower
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -41,7 +41,7 @@ class Issued:
     flight: Flight
 
 
-class StepObserver(Unwatched):
+class StepObserver(StepFollower):
     """Keeps the operators and collectives of a step. The training loop has it in a profiler's place.
 
     Attributes:

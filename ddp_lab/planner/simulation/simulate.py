@@ -168,7 +168,7 @@ class Simulation:
                 self._sort_memory()
                 self.memory.start()
                 begin, self.begins_at = clock.readings, len(clock.notes)
-            train(strategy, [data], observer, clip, lambda _: None)
+            train(strategy, [data], observer, clip)
         end = clock.readings
         self._sort_memory()
         step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))

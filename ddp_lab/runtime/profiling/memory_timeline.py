@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_lab.runtime.errors import NonFiniteError
-from ddp_lab.runtime.loop import PHASES, Unwatched, train
+from ddp_lab.runtime.loop import PHASES, StepFollower, train
 from ddp_lab.runtime.profiling.memory import COMPONENTS, allocations_of, counting_on_all_threads, profiled_events
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.modules import tensors_in
@@ -40,15 +40,15 @@ def record_step_memory(strategy: Strategy, step: StepData, clip_grad_norm: float
     recorder = MemoryRecorder(strategy)
     try:
         with counting_on_all_threads():  # already here: the count of a tensor that it did not see made would go wrong
-            train(strategy, [step] * before, Unwatched(), clip_grad_norm, lambda result: None)
+            train(strategy, [step] * before, clip_grad_norm=clip_grad_norm)
             with recorder:
-                train(strategy, [step], recorder, clip_grad_norm, lambda result: None)
+                train(strategy, [step], recorder, clip_grad_norm)
     except NonFiniteError:
         return None
     return recorder.result()
 
 
-class MemoryRecorder:
+class MemoryRecorder(StepFollower):
     """Follows the training loop over one step."""
 
     slows_this_step = True

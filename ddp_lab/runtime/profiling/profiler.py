@@ -18,6 +18,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.link.speed import NONE
+from ddp_lab.runtime.loop import StepFollower
 from ddp_lab.runtime.process.environment import without_marks
 from ddp_lab.runtime.watch.phases import phase
 from ddp_lab.writing import written_whole
@@ -37,7 +38,7 @@ class QuietProfile(profile):
             super().stop_trace()
 
 
-class WindowProfiler:
+class WindowProfiler(StepFollower):
     """Follows the training loop and writes a trace at the end of each window.
 
     Args:

@@ -59,7 +59,7 @@ def unfinished_at_window_end(choice: str) -> list[int]:
             patch.object(profile, "stop_trace", observed_stop),
             WindowProfiler(config, Path(folder), "run", ranks, strategy.finish_parameter_synchronization) as profiler,
         ):
-            train(strategy, [StepData(4, [make_batch("llama", 2, 0)])] * 7, profiler, None, lambda result: None)
+            train(strategy, [StepData(4, [make_batch("llama", 2, 0)])] * 7, profiler)
     finally:
         group.unregister_post_hook(HOOK_ID)
     strategy.finish_parameter_synchronization()
