@@ -476,7 +476,7 @@ BRANCHES = {"branching": (), "branching, same": (1, 1), "branching, a-b": (1, -1
 
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return {
+    module = {
         **MODELS,
         **UNUSUAL,
         **LANGUAGE,
@@ -505,7 +505,8 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "spiked": Spiked,
         "linear": partial(nn.Linear, 8, 8, bias=False),
         LORA: llama_with_adapters,
-    }[name]().to(DEVICE)  # type: ignore[operator]
+    }[name]()  # type: ignore[operator]
+    return module if DEVICE.type == "cpu" else module.to(DEVICE)  # one that pretends cannot be moved
 
 
 def masked_batch(samples: int, seed: int) -> dict[str, Tensor]:
