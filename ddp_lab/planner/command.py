@@ -42,7 +42,7 @@ WIDTH = 240
 AS_THE_RUNNERS = (
     *("sequence_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
     *("context_parallel", "router_scores", "router_bias"),
-    *("global_batch_size", "grad_accum_steps", "precision"),
+    *("global_batch_size", "grad_accum_steps", "precision", "lora_rank"),
     *("param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload"),
     *("clip_grad_norm", "bucket_cap_mb", "compile"),
 )
@@ -72,6 +72,11 @@ def build_parser(command: str = PLAN) -> argparse.ArgumentParser:
         return parser
     # The model
     add("--model", help="published model, workload sample-lm or sample-moe, or a local config.json or its folder")
+    add(
+        "--workload",
+        metavar="FILE.py:FUNCTION",
+        help="instead: your own, as the runner takes it (docs/own-workload.md)",
+    )
     about = "instead: width of a Llama, with --d-ff, --layers and also --heads, --kv-heads, --vocab"
     for name in SIZES:
         add(flag_name(name), type=count, metavar="N", help=about if name == SIZES[0] else argparse.SUPPRESS)
@@ -103,6 +108,10 @@ def build_parser(command: str = PLAN) -> argparse.ArgumentParser:
     # What it costs, and how it is shown
     add("--price", type=amount, metavar="X", help="of one device for an hour, in US dollars (default: a list price)")
     add("--tokens", type=at_least(1, float), metavar="X", help="of the whole training: adds its hours and its cost")
+    failures = "mean time between failures of all devices together: adds how often to save a checkpoint"
+    add("--mtbf-hours", type=at_least(1e-3, float), metavar="X", help=failures)
+    written = "GB/s at which all nodes together write a checkpoint (default: 2)"
+    add("--write-rate", type=at_least(1e-3, float), default=2.0, metavar="X", help=written)
     add("--jobs", type=count, metavar="N", help="simulations at a time, in processes (default: a core each)")
     add("--csv", type=Path, metavar="FILE", help="write the table there")
     if command == SEARCH:

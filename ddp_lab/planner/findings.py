@@ -8,10 +8,11 @@ from typing import Any
 
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.links import LINK_ERROR
-from ddp_lab.planner.models import IMAGES
+from ddp_lab.planner.models import IMAGES, SAMPLES, TOKENS
+from ddp_lab.planner.rates import best_interval, checkpoint_bytes
 from ddp_lab.planner.search import TIGHT, Outcome
 from ddp_lab.planner.space import GIB, Case, Space, entrypoints
-from ddp_lab.planner.table import interval, note, rates
+from ddp_lab.planner.table import HOUR_S, interval, note, rates
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
 from ddp_lab.runtime.errors import UserError, listed
@@ -25,7 +26,7 @@ AS_FAST = 0.02
 AMPLE = 0.2
 """What leaves this share of the usable memory free has ample room, so that a smaller peak is no advantage."""
 MOST_ROWS = 10
-NAMED = ("mesh", "param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload")
+NAMED = ("mesh", "lora_rank", "param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload")
 """Settings that the headline names where they are given."""
 ALWAYS = ("choice", "task", "model", "global_batch_size", "grad_accum_steps", "precision")
 """Settings that the command of a run names though they are the runner's defaults."""
@@ -141,6 +142,17 @@ def described(found: Outcome) -> str:
     return f"{found.case.name}, {count} of {micro}, {again}{', compiled' * found.case.config.strategy.compile}"
 
 
+def checkpoints(best: Outcome, mtbf_hours: float, gb_per_s: float) -> str:
+    """How often to save one, and what that costs."""
+    held = checkpoint_bytes(best.case.model, best.case.config.strategy.precision)
+    interval_s, share = best_interval(held / gb_per_s / 1e9, mtbf_hours * HOUR_S)
+    return (
+        f"Checkpoints: {gib(held)} take {held / gb_per_s / 1e9:,.1f} s at {gb_per_s:g} GB/s; with a failure every "
+        f"{mtbf_hours:g} hours save one every {interval_s / 60:,.1f} minutes (--checkpoint-every "
+        f"{max(1, round(interval_s / best.step_s))}), which with what failures undo costs {share:.1%} (Young, Daly)."
+    )
+
+
 def speed(found: Outcome) -> str:
     """Samples or tokens a second, and what all tokens take and cost, if that is asked."""
     figures = rates(found.case, found.step_s, None)
@@ -253,7 +265,8 @@ def headline(space: Space) -> str:
     cluster, config = case.cluster, case.config
     nodes = f"{cluster.nodes} nodes of " * (cluster.nodes > 1) + f"{cluster.ranks_per_node}"
     between = f", {cluster.between.name} between nodes" if cluster.between and cluster.nodes > 1 else ""
-    samples = f"{case.sequence_length} tokens" if case.model.kind == "tokens" else "224 x 224 pixels"
+    sizes_of = {TOKENS: f" of {case.sequence_length} tokens", IMAGES: " of 224 x 224 pixels", SAMPLES: ""}
+    samples = f"samples{sizes_of[case.model.kind]}"
     sizes, counts = (
         " or ".join(map(str, sorted(numbers)))
         for numbers in ({each.micro_batch_size for each in cases}, {each.config.grad_accum_steps for each in cases})
@@ -270,7 +283,7 @@ def headline(space: Space) -> str:
     return (
         f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "
         f"on {nodes} x {cluster.device.name}, {cluster.inside.name}{between}.\nA global batch of "
-        f"{config.global_batch_size} samples of {samples}{steps}; {', '.join(settings)}."
+        f"{config.global_batch_size} {samples}{steps}; {', '.join(settings)}."
     )
 
 
@@ -312,12 +325,15 @@ def certainty(space: Space) -> list[str]:
 
 
 def runner_command(case: Case) -> str:
-    """Starts all ranks of one node. `HOST` and `MODEL` are left to the reader: the address of the first node, and a
-    model that has no name."""
+    """Starts all ranks of one node. `HOST`, `MODEL` and `DATASET` are left to the reader: the address of the first
+    node, a model that has no name, and what it is trained on."""
     cluster, model = case.cluster, case.model
     tokens = case.sequence_length if model.task == CAUSAL_LM else None
     name = "MODEL" if " " in model.name or model.kind == IMAGES else model.name
-    named = {"workload" if name in BUILT_IN_LANGUAGE else "model": name}
+    is_workload = name in BUILT_IN_LANGUAGE or model.kind == SAMPLES
+    named = {"workload": name} if is_workload else {"model": name}
+    if tokens and not is_workload:
+        named["dataset"] = "DATASET"
     config = case.config.but(task=model.task, sequence_length=tokens, **named)
     several = [f"--nnodes={cluster.nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
     words = ["torchrun", *(several if cluster.nodes > 1 else ["--standalone"])]

@@ -6,30 +6,39 @@ The model is what the runner trains, in fp32: a classifier with as many labels a
 """
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.causal_lm import sample_model
+from ddp_lab.runtime.data.lora import adapted
 from ddp_lab.runtime.data.samples import STARS
-from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
+from ddp_lab.runtime.data.workload import Workload
+from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE, build_workload
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION
+from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION, is_own
 from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.untrusted import settings_in
 
 TABLE = Path(__file__).with_name("models.toml")
-TOKENS = "tokens"
-IMAGES = "images"
+TOKENS, IMAGES, SAMPLES = "tokens", "images", "samples"
+WORKLOAD = "workload"
+"""Instead of a type of transformers' configuration: the model is what a function of the user makes."""
 IMAGE_PIXELS, IMAGE_CLASSES = 224, 1000
 MOST_PARAMETERS, MOST_LAYERS, MOST_WIDTH = 10**13, 10_000, 1_000_000
 """Larger numbers are taken for a mistake; building such models would take hours."""
@@ -61,6 +70,7 @@ class Model:
         config: What differs from that configuration's defaults.
         parameters: Of the published model with its published head; None if nothing is published.
         task: As the runner's `--task`.
+        lora_rank: As the runner's.
     """
 
     name: str
@@ -68,14 +78,15 @@ class Model:
     config: Mapping[str, Any]
     parameters: int | None = None
     task: str = CLASSIFICATION
+    lora_rank: int | None = None
 
     def __hash__(self) -> int:
         return hash(repr(self))
 
     @property
     def kind(self) -> str:
-        """`tokens` or `images`: what it takes."""
-        return IMAGES if self.type == "resnet" else TOKENS
+        """`tokens`, `images` or `samples`: what it takes."""
+        return SAMPLES if self.type == WORKLOAD else IMAGES if self.type == "resnet" else TOKENS
 
     def build(self) -> nn.Module:
         """The module that the runner would train, in training mode, on the device and in the mode of the caller. But
@@ -84,6 +95,11 @@ class Model:
         Raises:
             UserError: it cannot be built.
         """
+        if self.lora_rank:
+            return copied(with_adapters(self))
+        return copied(workload_of(self.name).model) if self.kind == SAMPLES else self._of_transformers()
+
+    def _of_transformers(self) -> nn.Module:
         import transformers
 
         maker: Any
@@ -108,7 +124,9 @@ class Model:
         return max((settings[name] for name in ATTENTION_DROPOUT & settings.keys()), default=0.0)
 
     def configuration(self, **more: Any) -> Any:
-        """transformers' configuration of it."""
+        """transformers' configuration of it, or that of the module of a workload, if it has one."""
+        if self.kind == SAMPLES:
+            return getattr(workload_of(self.name).model, "config", SimpleNamespace())
         from transformers import AutoConfig
 
         try:
@@ -119,18 +137,6 @@ class Model:
     def elements(self) -> int:
         """Parameters of what the runner would train; tied ones count once. Raises as `build`."""
         return sum(parameter.numel() for parameter in skeleton(self).parameters())
-
-    @property
-    @cache
-    def layers(self) -> int:
-        """How many alike layers a model with tokens has; 1 if they differ."""
-        if self.kind == IMAGES:
-            return 1
-        settings = self.configuration()
-        count = getattr(settings, "num_hidden_layers", 1)
-        stacks = [part for part in skeleton(self).modules() if isinstance(part, nn.ModuleList) and len(part) == count]
-        forms = {tuple(weight.shape for weight in layer.parameters()) for stack in stacks for layer in stack}
-        return count if len(forms) == 1 and len({*(getattr(settings, "layer_types", None) or ())}) < 2 else 1
 
     def of_layers(self, count: int) -> "Model":
         """The same with so many layers."""
@@ -143,6 +149,10 @@ class Model:
         Args:
             sequence_length: Tokens of a sample, padding included; not used for images.
         """
+        if self.kind == SAMPLES:
+            workload = workload_of(self.name)
+            some = [workload.train[place % len(workload.train)] for place in range(samples)]
+            return [workload.collate(some) for _ in range(count)]
         batch = {"labels": torch.zeros(samples, dtype=torch.long)}
         if self.kind == IMAGES:
             batch["pixel_values"] = torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS)
@@ -161,7 +171,7 @@ class Model:
         Raises:
             UserError: names both.
         """
-        if self.kind == IMAGES:
+        if self.kind != TOKENS:
             return
         most = getattr(self.configuration(), "max_position_embeddings", None)
         if most is not None and sequence_length > most:
@@ -173,6 +183,19 @@ def skeleton(model: Model) -> nn.Module:
     """The module without memory. Raises as `Model.build`."""
     with torch.device("meta"):
         return model.build()
+
+
+@cache
+def alike_layers(model: Model) -> int:
+    """How many layers it has, all alike; 1 if they differ, or if nothing is known of them."""
+    if model.kind != TOKENS:
+        return 1
+    settings = model.configuration()
+    count = getattr(settings, "num_hidden_layers", 1)
+    stacks = [part for part in skeleton(model).modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    forms = {tuple(weight.shape for weight in layer.parameters()) for stack in stacks for layer in stack}
+    types = {*(getattr(settings, "layer_types", None) or ())}  # attention to all tokens, or to a window of them
+    return count if len(forms) == 1 and len(types) < 2 else 1
 
 
 @cache
@@ -198,6 +221,8 @@ def find(name: str) -> Model:
     wanted = plain(name)
     if name in BUILT_IN_LANGUAGE:
         return of_workload(name)
+    if is_own(name):
+        return checked(Model(name, WORKLOAD, {}))
     spellings = {plain(known).partition("/")[2]: model for known, model in table().items()}
     spellings |= {plain(known): model for known, model in table().items()}
     if wanted in spellings:
@@ -215,6 +240,38 @@ def of_workload(name: str) -> Model:
         own: Any = sample_model(RunConfig(workload=name)).config
     config = {key: value for key, value in own.to_diff_dict().items() if key not in NOT_OF_THE_SHAPE}
     return Model(name, own.model_type, config, task=CAUSAL_LM)
+
+
+@cache
+def workload_of(name: str) -> Workload:
+    """What the runner trains with this `--workload`, tried as it tries it.
+
+    Raises:
+        UserError: as `build_workload`.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with mock.patch.dict(os.environ, LOCAL_RANK="0"):
+            return build_workload(RunConfig.of(workload=name, device="cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+@cache
+def with_adapters(model: Model) -> nn.Module:
+    """The model with LoRA, without memory: peft moves what it makes, which tensors of a simulation cannot."""
+    with _disable_current_modes(), torch.device("meta"):
+        return adapted(replace(model, lora_rank=None).build(), model.name, model.lora_rank or 0)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and floating-point buffers are made in the mode and on the device of the caller."""
+    device, memo = torch.get_default_device(), dict[int, Any]()
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point() or tensor.is_meta:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return deepcopy(module, memo).train()
 
 
 def plain(name: str) -> str:

@@ -16,13 +16,14 @@ from ddp_lab.planner.command import AS_THE_RUNNERS, SIZES
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.rates import Price, listed_price
 from ddp_lab.planner.search import Outcome, Search, Simulate, simulating
-from ddp_lab.planner.space import SEARCHED, WITH_DIMENSION, Case, Space, filled, on_all_meshes, required
+from ddp_lab.planner.space import ALONE, SEARCHED, WITH_DIMENSION, Case, Space, filled, on_all_meshes, required
 from ddp_lab.planner.table import framed, printed
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA
-from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION, BatchSettings
+from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION, BatchSettings, is_own
 from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.strategy.options import AUTO, RECOMPUTATION
 
@@ -57,6 +58,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(f"{len(outcomes)} settings were simulated, and {fit} of them fit.")
     left_out = [*space.left_out, *search.left_out.values()]
     lines = [*findings.notes(outcomes, left_out), *findings.reasons(outcomes, space.searches), *beside]
+    if best and options.mtbf_hours:
+        lines.append(findings.checkpoints(best, options.mtbf_hours, options.write_rate))
     for line in [*lines, *findings.certainty(space)]:
         console.print(line, soft_wrap=True, markup=False)
     if options.csv is not None:
@@ -161,6 +164,8 @@ def space_of(options: argparse.Namespace) -> Space:
         is_needless = [each.mesh is not None and list(each.mesh.degrees) == [DATA] for each in cases]
         cases = [each.but(mesh=None) if needless else each for each, needless in zip(cases, is_needless, strict=True)]
     choices = tuple(options.choices.split(",")) if options.choices else SEARCHED if options.searches else ()
+    if cluster.world_size == 1 and not options.choices:  # all choices do the same there
+        choices = ALONE
     any_steps = options.searches and not options.grad_accum_steps
     return Space(cases, choices, left_out, levels, compiled, any_steps, options.searches, any_mesh)
 
@@ -184,7 +189,7 @@ def case_of(options: argparse.Namespace) -> Case:
     if options.global_batch_size is None:
         given["global_batch_size"] = BatchSettings(grad_accum_steps=steps).nearest_batch(cluster.world_size)
     config = RunConfig.of(**given)
-    model = chosen_model(options)
+    model = replace(chosen_model(options), lora_rank=config.lora_rank)
     model.require_length(options.sequence_length)
     price = listed_price(cluster.device.name) if options.price is None else Price(options.price)
     return Case(model, cluster, config, options.sequence_length, price, options.tokens, options.contention)
@@ -199,13 +204,16 @@ def chosen_model(options: argparse.Namespace) -> models.Model:
     sizes = {name: getattr(options, name) for name in SIZES}
     given = [name for name in SIZES if sizes[name] is not None]
     missing = [name for name in SIZES[:3] if name not in given]
-    if options.model is not None:
+    if options.workload and (options.model or given):
+        raise UserError("--workload: does not go with another model; leave one of them out")
+    if options.workload and not (is_own(options.workload) or options.workload in BUILT_IN_LANGUAGE):
+        raise UserError(f"--workload {options.workload}: give FILE.py:FUNCTION of your own, or its model by --model")
+    if name := options.model or options.workload:
         if given:
-            said = f"{flag_name(given[0])} is for a model by sizes"
-            raise UserError(f"{said}; it does not go with --model {options.model}")
-        model = models.find(options.model)
+            raise UserError(f"{flag_name(given[0])} is for a model by sizes; it does not go with --model {name}")
+        model = models.find(name)
     elif len(missing) == 3:
-        raise UserError("no model: give --model, or --d-model, --d-ff and --layers")
+        raise UserError("no model: give --model, --workload, or --d-model, --d-ff and --layers")
     elif missing:
         what = f"{flag_name(missing[0])} is missing"
         raise UserError(f"{what}; a model by sizes needs --d-model, --d-ff and --layers")
@@ -213,6 +221,6 @@ def chosen_model(options: argparse.Namespace) -> models.Model:
         model = models.from_sizes(**sizes)
     if options.task == CLASSIFICATION:
         return model
-    if model.kind == models.IMAGES:
-        raise UserError(f"--task {CAUSAL_LM}: {model.name} takes images; leave the flag out")
+    if model.kind != models.TOKENS:
+        raise UserError(f"--task {CAUSAL_LM}: {model.name} takes {model.kind}; leave the flag out")
     return models.checked(replace(model, task=CAUSAL_LM))

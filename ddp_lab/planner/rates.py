@@ -3,13 +3,14 @@
 import tomllib
 from dataclasses import dataclass
 from functools import cache
+from math import expm1
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from ddp_lab.planner.models import IMAGES, Model
+from ddp_lab.planner.accounting import PRECISIONS
+from ddp_lab.planner.models import TOKENS, Model, skeleton
 from ddp_lab.runtime.records.flops import model_flops
 
 TABLE = Path(__file__).with_name("prices.toml")
@@ -39,16 +40,34 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(TABLE.read_text())
 
 
+def best_interval(write_s: float, mtbf_s: float) -> tuple[float, float]:
+    """Seconds between two checkpoints with which a run ends first, and the share of its time that writing them, and
+    repeating what a failure undoes, adds (Daly, 2006, "A higher order estimate of the optimum checkpoint interval for
+    restart dumps", equation 37, of which Young's is the first term)."""
+    ratio = (write_s / (2 * mtbf_s)) ** 0.5
+    interval_s = (2 * write_s * mtbf_s) ** 0.5 * (1 + ratio / 3 + ratio**2 / 9) - write_s if ratio < 1 else mtbf_s
+    return interval_s, mtbf_s / interval_s * expm1((interval_s + write_s) / mtbf_s) - 1
+
+
+def checkpoint_bytes(model: Model, precision: str) -> int:
+    """Of weights, and of Adam's states of those that train."""
+    of_weight, _, of_states = PRECISIONS.get(precision, PRECISIONS["fp32"])[0]
+    parameters = list(skeleton(model).parameters())
+    return sum(each.numel() * (of_weight + of_states * each.requires_grad) for each in parameters)
+
+
 def flops_of_a_sample(model: Model, sequence_length: int) -> float | None:
     """FLOPs that forward and backward of one sample need, as a run's record has them (`runtime.records.flops`).
 
     A token of a transformer takes 6 P + 12 L d s (Chowdhery et al., 2022, "PaLM", appendix B): P elements of matrices
     that tokens are multiplied by, L layers, attention d wide over all heads, and s tokens in a sample. What is computed
-    again in backward does not count. Of models of images it is counted by operator. None if it is not known.
+    again in backward does not count. Of other models it is counted by operator. None if it is not known, or if
+    weights are frozen.
     """
-    with torch.device("meta"):
-        module = model.build()
-    if model.kind == IMAGES:
+    if model.lora_rank:
+        return None
+    module = skeleton(model)
+    if model.kind != TOKENS:
         return model_flops(module, model.micro_batches(1, 1, sequence_length)[0])
     config = model.configuration()
     products = multiplied(module, getattr(config, "num_experts_per_tok", None))

@@ -23,10 +23,11 @@ import torch
 
 from ddp_lab.planner.accounting import PRECISIONS, STAGES, state_bytes
 from ddp_lab.planner.contracts import MemoryCurve, Simulated
+from ddp_lab.planner.models import alike_layers
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.planner.space import GIB, REGISTRIES, Case, Space
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import EXPERT, PIPELINE, SHARD, TENSOR
+from ddp_lab.runtime.mesh import CONTEXT, EXPERT, PIPELINE, SHARD, TENSOR
 from pipeline_parallel.actions import Shape
 from pipeline_parallel.checks import lists_of, run_on_paper
 from pipeline_parallel.schedules import SCHEDULES
@@ -38,6 +39,8 @@ FEW_LAYERS = (4, 6)
 """Layers of the models that are simulated instead of a deep one."""
 ACROSS_LAYERS = ("pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1")
 """Choices whose buckets, or parts of ranks, have parameters of several layers."""
+LARGE_LAYER = 2**23
+"""Parameters of a layer, of smaller ones of which a bucket holds many."""
 STEADY = 0.01
 """Of what further layers take: by so much less may be exposed with them."""
 TIGHT = 0.1
@@ -98,7 +101,7 @@ def simulate_step(case: Case) -> Simulated:
     Raises:
         CannotSimulate, UserError: as `simulate`.
     """
-    config, layers = case.config, case.model.layers
+    config, layers = case.config, alike_layers(case.model)
     if config.has_stages:
         return simulate(case.setting, case.cluster, case.costs)
     if config.grad_accum_steps > sum(FEW):
@@ -107,16 +110,21 @@ def simulate_step(case: Case) -> Simulated:
             simulate_step(case.but(global_batch_size=samples * count, grad_accum_steps=count)) for count in FEW
         )
         return extrapolated(low, high, (config.grad_accum_steps - FEW[0]) / (FEW[1] - FEW[0]))
-    if layers > 2 * max(FEW_LAYERS) and config.choice not in ACROSS_LAYERS:
+    is_deep = layers > 2 * max(FEW_LAYERS) and case.model.elements() > layers * LARGE_LAYER
+    if is_deep and config.choice not in ACROSS_LAYERS:
         low, high = (simulate_step(replace(case, model=case.model.of_layers(count))) for count in FEW_LAYERS)
         # Where layers hide what the embedding sends, they do not all take the same.
         if low.exposed_s - high.exposed_s <= STEADY * (high.step_time_s - low.step_time_s):
-            return extrapolated(low, high, (layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0]))
+            return extrapolated(low, high, (layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0]), parts=True)
     return simulate(case.setting, case.cluster, case.costs)
 
 
-def extrapolated(low: Simulated, high: Simulated, times: float) -> Simulated:
-    """`low`, and so many times what `high` has more."""
+def extrapolated(low: Simulated, high: Simulated, times: float, parts: bool = False) -> Simulated:
+    """`low`, and so many times what `high` has more.
+
+    Args:
+        parts: Another part of the step than in these may hold most. Otherwise a peak grows by what is held at rest.
+    """
 
     def grown(before: float, after: float) -> float:
         return before + times * (after - before)
@@ -125,11 +133,20 @@ def extrapolated(low: Simulated, high: Simulated, times: float) -> Simulated:
         return {name: round(grown(before.get(name, 0), held)) for name, held in after.items()}
 
     rest, most = low.memory, high.memory
-    peaks = {part: of_components(held, most.peaks[part]) for part, held in rest.peaks.items() if part in most.peaks}
-    at_peak = max(peaks.values(), key=lambda held: sum(held.values()))
-    memory = MemoryCurve(of_components(rest.at_rest, most.at_rest), at_peak, peaks)
-    names = ("step_time_s", "compute_s", "communication_s", "exposed_s")
-    return replace(high, memory=memory, **{name: grown(getattr(low, name), getattr(high, name)) for name in names})
+    at_rest = of_components(rest.at_rest, most.at_rest)
+    at_peak = {name: held + at_rest[name] - most.at_rest[name] for name, held in most.at_peak.items()}
+    if parts:
+        peaks = [of_components(rest.peaks[part], most.peaks[part]) for part in rest.peaks.keys() & most.peaks.keys()]
+        at_peak = max(peaks, key=lambda held: sum(held.values()))
+    memory = MemoryCurve(at_rest, at_peak)
+    return Simulated(
+        grown(low.step_time_s, high.step_time_s),
+        grown(low.compute_s, high.compute_s),
+        grown(low.communication_s, high.communication_s),
+        grown(low.exposed_s, high.exposed_s),
+        memory,
+        high.without_costs,
+    )
 
 
 def outcome(case: Case) -> Outcome:
@@ -173,14 +190,14 @@ def shares(case: Case) -> tuple[int, int]:
 
 
 def least_states(case: Case, elements: int) -> Mapping[str, float]:
-    """Bytes that parameters, gradients and Adam's states of one rank take at least. Nothing where they are cast or
-    offloaded.
+    """Bytes that parameters, gradients and Adam's states of one rank take at least. Nothing where they are cast,
+    offloaded or frozen.
 
     Args:
         elements: Of the model.
     """
     strategy, choice = case.config.strategy, case.config.choice
-    if strategy.param_dtype or strategy.offload:
+    if strategy.param_dtype or strategy.offload or case.model.lora_rank:
         return {}
     cut, shards = shares(case)
     other = "zero3" if "fsdp" in choice else "replicated"
@@ -199,7 +216,7 @@ def bubble(case: Case) -> float:
 
 def alike(case: Case) -> object:
     """What the activations of a sample on a rank depend on, and what a rank computes in a step."""
-    return case.degree(TENSOR), case.degree(EXPERT), case.config.sequence_parallel, case.level
+    return *map(case.degree, (TENSOR, EXPERT, CONTEXT)), case.config.sequence_parallel, case.level
 
 
 # The search -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from ddp_lab.planner.rates import Price
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.config import RunConfig, labelled
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import DATA, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
+from ddp_lab.runtime.mesh import CONTEXT, DATA, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
+from ddp_lab.runtime.settings.data import CAUSAL_LM
 from expert_parallel.parallelize import shared_mixtures
 from pipeline_parallel import partition
 from tensor_parallel.plan import BY_MODEL_TYPE
@@ -36,11 +37,16 @@ WITH_DIMENSION = {
     TENSOR: ("sequence_parallel",),
     PIPELINE: ("pipeline_schedule", "stages_per_rank", "pipeline_split"),
     EXPERT: ("router_scores", "router_bias"),
+    CONTEXT: ("context_parallel",),
 }
 """Settings that go with one dimension of a mesh alone."""
 SHARDED = ("zero1", "zero2", "zero3")
 SEARCHED = ("bucket_ddp_async", "tp", *SHARDED)
 """Choices of a search that names none."""
+ALONE = ("bucket_ddp_async",)
+"""The choice of one device where none is named."""
+LONG = 8192
+"""Tokens of a sample from which on all meshes are those that cut samples, too: shorter ones fit in one piece."""
 FULL = 4
 """A pipeline has up to so many micro-batches a stage by default, so that the bubble is a small part of the step."""
 
@@ -203,10 +209,10 @@ class Space:
 # Meshes ---------------------------------------------------------------------------------------------------------------
 
 
-def all_meshes(cluster: Cluster, has_experts: bool = False) -> Iterator[Mesh]:
-    """Those whose `tp` and `ep` stay within a node, and whose pipelines fill nodes or parts of one. Ranks that see
-    different samples are `dp`; where there are several nodes also `replicate` and `shard`, so that shards stay within a
-    node."""
+def all_meshes(cluster: Cluster, also: Sequence[str] = ()) -> Iterator[Mesh]:
+    """Those whose `tp`, and `ep` or `cp` if they are wanted `also`, stay within a node, and whose pipelines fill nodes
+    or parts of one. Ranks that see different samples are `dp`; where there are several nodes also `replicate` and
+    `shard`, so that shards stay within a node."""
     nodes, per_node, ranks = cluster.nodes, cluster.ranks_per_node, cluster.world_size
     for stages, degree in product(range(1, ranks + 1), range(1, per_node + 1)):
         inner = stages * degree
@@ -217,13 +223,14 @@ def all_meshes(cluster: Cluster, has_experts: bool = False) -> Iterator[Mesh]:
         yield Mesh(({DATA: samples} if samples > 1 or not model else {}) | model)
         if nodes > 1 and shard > 1:
             yield Mesh({REPLICATE: nodes, SHARD: shard} | model)
-    for degree in range(2, per_node + 1) if has_experts else ():
+    for name, degree in product(also, range(2, per_node + 1)):
         if per_node % degree == 0:
-            yield Mesh(({DATA: ranks // degree} if ranks > degree else {}) | {EXPERT: degree})
+            yield Mesh(({DATA: ranks // degree} if ranks > degree else {}) | {name: degree})
 
 
 def on_all_meshes(case: Case, settings: Mapping[str, Any]) -> tuple[list[Case], list[str]]:
-    """The case on each mesh that fits, and a line for each that does not. A mixture is tried with `ep`, too.
+    """The case on each mesh that fits, and a line for each that does not. A mixture is tried with `ep`, too, and a
+    language model on long samples with `cp`.
 
     Args:
         settings: Among them those of `WITH_DIMENSION`.
@@ -233,7 +240,9 @@ def on_all_meshes(case: Case, settings: Mapping[str, Any]) -> tuple[list[Case], 
     """
     cases: list[Case] = []
     left_out: list[str] = []
-    for mesh in all_meshes(case.cluster, hasattr(case.model.configuration(), "num_experts_per_tok")):
+    also = [EXPERT] * hasattr(case.model.configuration(), "num_experts_per_tok")
+    also += [CONTEXT] * (case.model.task == CAUSAL_LM and case.sequence_length >= LONG)
+    for mesh in all_meshes(case.cluster, also):
         names = [name for dimension, names in WITH_DIMENSION.items() if mesh.degree(dimension) > 1 for name in names]
         try:
             with_mesh = replace(case.config, mesh=str(mesh), **{name: settings[name] for name in names})

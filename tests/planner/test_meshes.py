@@ -12,6 +12,7 @@ from ddp_lab.planner.search import Search, outcome
 from ddp_lab.planner.space import WITH_DIMENSION, Space, all_meshes, filled, on_all_meshes, required
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import CONTEXT
 from tests.in_process import run_in_process
 from tests.plans import case
 from tests.tables import each_row
@@ -40,6 +41,10 @@ TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--
 def test_meshes_of_a_cluster(gpus, meshes):
     cluster = hardware.cluster(gpus, "pcie4", "ndr" if gpus.count("x") > 1 else None)
     found = list(all_meshes(cluster))
+    with_context = list(all_meshes(cluster, [CONTEXT]))[len(found) :]
+    assert [mesh.degrees[CONTEXT] for mesh in with_context] == [
+        size for size in (2, 3, 4) if cluster.ranks_per_node % size == 0
+    ]
     assert [str(mesh) for mesh in found] == meshes
     for mesh in found:
         mesh.require_ranks(cluster.world_size, cluster.ranks_per_node)

@@ -1,6 +1,7 @@
 """Plans: rows, intervals and recommendation of known simulations; the command as a user runs it."""
 
 import importlib
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from ddp_lab.planner import command as script
 from ddp_lab.planner import models, plan, search
 from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.findings import reasons, recommended, runner_command
-from ddp_lab.planner.rates import flops_of_a_sample, multiplied
+from ddp_lab.planner.rates import best_interval, flops_of_a_sample, multiplied
 from ddp_lab.planner.search import Outcome, simulating
 from ddp_lab.planner.space import REGISTRIES
 from ddp_lab.planner.table import PLAN_COLUMNS, interval, row
@@ -196,7 +197,7 @@ def test_the_command_of_a_run_is_one(gpus, mesh, choice, words):
     script_name, *arguments = command[command.index("main_") :].split()
     registry = importlib.import_module(ENTRYPOINTS[script_name]).REGISTRY
     config = parse_config("", registry, arguments=arguments)
-    model = {"model": "HuggingFaceTB/SmolLM2-135M", "task": "causal-lm", "sequence_length": 128}
+    model = {"model": "HuggingFaceTB/SmolLM2-135M", "dataset": "DATASET", "task": "causal-lm", "sequence_length": 128}
     assert config == of.config.but(**model)
 
 
@@ -241,6 +242,33 @@ def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path):
     assert "Take zero1@dp2-ep2: " in answer.stdout and " --workload sample-moe " in answer.stdout
     assert "Experts: each is assumed to get equally many tokens" in answer.stdout
     assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
+
+
+def test_an_own_workload_and_adapters(tmp_path):
+    """Of which one device needs one choice; adapters have a hundredth of the gradients."""
+    answer = planned("--workload", f"{ROOT}/examples/workload.py:build", "--gpus", "1xH100", "--jobs", "1")
+    assert answer.returncode == 0, answer.stderr
+    assert "Take bucket_ddp_async: " in answer.stdout and "workload.py:build --global-batch-size 8" in answer.stdout
+    found = {}
+    for flags in ([], ["--lora-rank", "2"]):
+        table = tmp_path / "plan.csv"
+        failures = ["--mtbf-hours", "24", "--write-rate", "0.001", "--csv", str(table), "--jobs", "1"]
+        sizes = ["--d-model", "256", "--d-ff", "1024", "--layers", "2", "--vocab", "50", "--sequence-length", "16"]
+        answer = planned(*sizes, *WHERE, "--choices", "zero1,zero3", *flags, *failures)
+        assert answer.returncode == 0, answer.stderr
+        assert re.search(r"^Checkpoints: .* take [\d.]+ s at 0.001 GB/s; .* \(Young, Daly\)\.$", answer.stdout, re.M)
+        found[bool(flags)] = pd.read_csv(table)
+    assert (found[True].resting_bytes < 0.5 * found[False].resting_bytes).all()
+
+
+def test_the_interval_between_checkpoints():
+    """A minute to write, a day between failures: by Young 2 x 1 x 1440 minutes, less than that with the minute itself;
+    no interval costs less."""
+    interval_s, share = best_interval(60, 86400)
+    assert interval_s == pytest.approx((2 * 60 * 86400) ** 0.5 - 60, rel=0.01)
+    for other_s in (0.8 * interval_s, 1.25 * interval_s):
+        assert 86400 / other_s * math.expm1((other_s + 60) / 86400) - 1 > share
+    assert best_interval(86400, 3600)[0] == 3600
 
 
 def test_devices_side_by_side(tmp_path):

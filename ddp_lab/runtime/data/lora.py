@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from torch import nn
+
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.errors import UserError
@@ -21,7 +23,12 @@ TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForCausalLM": "CAUSAL_LM", "LM
 
 
 def with_adapters(workload: Workload, config: RunConfig) -> Workload:
-    """`workload` with LoRA adapters of rank `config.lora_rank` in its model, and the rest frozen.
+    """`workload` with LoRA adapters of rank `config.lora_rank` in its model. Raises as `adapted`."""
+    return replace(workload, model=adapted(workload.model, config.workload, config.lora_rank or 0, config.lora_alpha))
+
+
+def adapted(model: nn.Module, name: str, rank: int, alpha: int | None = None) -> nn.Module:
+    """The model of the workload `name` with adapters, and the rest frozen.
 
     Raises:
         UserError: peft is not installed, or the model is neither a text classifier nor a causal language model of
@@ -32,17 +39,16 @@ def with_adapters(workload: Workload, config: RunConfig) -> Workload:
     from peft import LoraConfig, get_peft_model
     from transformers import PreTrainedModel
 
-    kind = type(workload.model).__name__
+    kind = type(model).__name__
     task = next((task for ending, task in TASKS.items() if kind.endswith(ending)), None)
-    if task is None or not isinstance(workload.model, PreTrainedModel):
+    if task is None or not isinstance(model, PreTrainedModel):
         raise UserError(
-            f"--lora-rank: the model of workload {config.workload} is of class {kind}; adapters are for text "
+            f"--lora-rank: the model of workload {name} is of class {kind}; adapters are for text "
             "classifiers and causal language models of transformers"
         )
-    assert config.lora_rank is not None, "asked for"
-    alpha = config.lora_alpha or 2 * config.lora_rank
-    settings = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules="all-linear", task_type=task)
-    return replace(workload, model=get_peft_model(workload.model, settings))
+    settings = LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear", task_type=task)
+    adapters: nn.Module = get_peft_model(model, settings)
+    return adapters
 
 
 def save_adapter(strategy: Strategy, folder: Path) -> None:
