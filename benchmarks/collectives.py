@@ -5,6 +5,9 @@
 Any number of ranks and nodes, over Gloo or NCCL. Every call begins at a barrier and lasts until its slowest rank is
 done; on a GPU, until the device is. After the warm-up each size is checked once, element by element. After every size,
 all results are in <output-dir>/reports/collectives/<backend>_<device>_<ranks>_ranks.csv (<device>-shared if GPUs are).
+
+Values are whole numbers that are small enough for sums over all ranks to be exact in every dtype, in any order of
+adding. A rank's pattern repeats after a prime number of elements, so that a part in the wrong place is seen.
 """
 
 import argparse
@@ -12,9 +15,11 @@ import itertools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -24,21 +29,45 @@ from ddp_lab.runtime.process.environment import prepare_process
 if __name__ == "__main__":
     prepare_process()
 
-from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_lab.analysis.files import write_csv
+from ddp_lab.collectives.kinds import bus_factor
+from ddp_lab.runtime.cli import OneLineParser, at_least, names_of
 from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.distributed import Ranks, joined_ranks
 from ddp_lab.runtime.errors import OneRankError, UserError, speaks_for_node
 from ddp_lab.runtime.flags import add_flags
+from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.process.environment import silence_libraries
+from ddp_lab.strategy.communication.collectives import all_gather, reduce_scatter
 
-if TYPE_CHECKING:
-    from ddp_lab.runtime.distributed import Ranks
-
-COLLECTIVES = (
-    *("all_reduce", "all_gather", "sharding.all_gather"),
-    *("reduce_scatter", "sharding.reduce_scatter", "broadcast", "all_to_all"),
-)
-"""In display order. They are torch's own; `sharding.` marks those that this project's strategies call."""
+CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "all_reduce": lambda received, sent: dist.all_reduce(received),
+    "all_gather": dist.all_gather_into_tensor,
+    "sharding.all_gather": lambda received, sent: all_gather(received, dist.group.WORLD).wait(),
+    "reduce_scatter": dist.reduce_scatter_tensor,
+    "sharding.reduce_scatter": lambda received, sent: reduce_scatter(received, sent, dist.group.WORLD).wait(),
+    "broadcast": lambda received, sent: dist.broadcast(received, BROADCASTER),
+    "all_to_all": dist.all_to_all_single,
+}
+"""In display order: what issues each, and waits for it. They are torch's own; `sharding.` marks those that this
+project's strategies call."""
+BROADCASTER = 0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LARGEST_EXACT = 256
+"""bf16 holds every whole number up to here."""
+PERIOD = 65_537
+FEWEST_CALLS, MOST_CALLS = 3, 1000
+WARMUP_SHARE, MOST_WARMUP = 0.2, 3
+"""Of --seconds-per-size, for at most so many warm-up calls beyond the first two."""
+IN_A_ROW_S, MOST_IN_A_ROW = 1e-3, 20
+"""On CUDA, calls follow each other for so long: a single small one would show how long Python takes to launch it."""
 AS_THE_RUNNERS = ("device", "backend", "share_gpu", "link", "timeout_minutes")
-DTYPES = ("fp32", "bf16", "fp16")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 REPORTS = Path("reports") / "collectives"
 COLUMNS = {
@@ -56,38 +85,31 @@ COLUMNS = {
     "wrong": "wrong elements of one checked call, summed over ranks",
 }
 """Of the CSV, with their meanings."""
-SHOWN = {"type": (5, ""), "size_bytes": (12, ""), "calls": (6, ""), "p50_us": (12, ".1f"), "p95_us": (12, ".1f")}
-SHOWN |= {"busbw_gb_per_s": (15, ".3f"), "wrong": (7, "")}
-"""Columns of the terminal: width and format."""
+SHOWN = {"type": "5", "size_bytes": "12", "calls": "6", "p50_us": "12.1f", "p95_us": "12.1f"}
+SHOWN |= {"busbw_gb_per_s": "15.3f", "wrong": "7"}
+"""Columns of the terminal, and their formats."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add, names, types = parser.add_argument, ",".join(COLLECTIVES), ", ".join(DTYPES)
-    add("--collectives", type=names_of("collective", COLLECTIVES), default=names, help=f"comma-separated, of {names}")
+    add, names, types = parser.add_argument, ",".join(CALLS), ", ".join(DTYPES)
+    add("--collectives", type=names_of("collective", list(CALLS)), default=names, help=f"comma-separated, of {names}")
     usual = "1K,4K,16K,64K,256K,1M,4M,16M,64M"
     add("--sizes", type=sizes, default=usual, help=f"K, M and G are powers of 1024 (default: {usual})")
-    add("--dtypes", type=names_of("dtype", DTYPES), default="fp32", help=f"comma-separated, of {types} (default: fp32)")
+    add(
+        "--dtypes",
+        type=names_of("dtype", list(DTYPES)),
+        default="fp32",
+        help=f"comma-separated, of {types} (default: fp32)",
+    )
     in_a_row = "calls from one barrier to the next; their mean counts (default: 1; on CUDA up to 20, for 1 ms)"
     add("--in-a-row", type=at_least(1), help=in_a_row)
     add("--seconds-per-size", type=at_least(1e-3, float), default=1.0, help="time for the timed calls of a size, in s")
     add_flags(parser, AS_THE_RUNNERS)
     add("--output-dir", type=Path, default=Path(), help="root of reports/ (default: the current folder)")
     return parser
-
-
-def names_of(kind: str, known: Sequence[str]) -> Callable[[str], list[str]]:
-    """A type of a flag: names with commas between."""
-
-    def parse_names(text: str) -> list[str]:
-        for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(unknown_name(kind, name, known))
-        return text.split(",")
-
-    return parse_names
 
 
 def sizes(text: str) -> list[int]:
@@ -102,11 +124,124 @@ def sizes(text: str) -> list[int]:
     return sorted(map(int, numbers.values()))
 
 
+def values(pattern: Tensor, start: int, count: int) -> Tensor:
+    """So many elements of a pattern without end."""
+    first = start % PERIOD
+    return pattern.repeat(-(-(first + count) // PERIOD))[first : first + count]
+
+
+@cache
+def pattern(senders: Sequence[int], dtype: torch.dtype, ranks: Ranks) -> Tensor:
+    """The sum of what these ranks send: whole numbers from 0. That over all ranks is at most `LARGEST_EXACT`, so ranks
+    beyond that number send zeros."""
+    total = torch.zeros(PERIOD)
+    for rank in senders:
+        most = LARGEST_EXACT // ranks.world_size or int(rank < LARGEST_EXACT)
+        total += torch.randint(0, most + 1, (PERIOD,), generator=torch.Generator().manual_seed(rank))
+    return total.to(ranks.device, dtype)
+
+
+class Call:
+    """A collective on one rank, with its tensors.
+
+    Args:
+        count: Of elements, which the world size divides.
+    """
+
+    def __init__(self, collective: str, count: int, dtype: torch.dtype, ranks: Ranks) -> None:
+        full = torch.empty(count, dtype=dtype, device=ranks.device)
+        part = full.chunk(ranks.world_size)[ranks.rank]
+        self.issue, self.received, self.sent = CALLS[collective], full, full
+        everyone, first = tuple(range(ranks.world_size)), 0
+        parts: list[tuple[int, ...]] = [everyone]
+        match collective.removeprefix("sharding."):
+            case "broadcast":
+                parts = [(BROADCASTER,)]
+            case "all_gather":
+                self.sent, parts = part, [(rank,) for rank in everyone]
+            case "reduce_scatter":
+                self.received, first = torch.empty_like(part), ranks.rank * len(part)
+            case "all_to_all":
+                self.received, first = torch.empty_like(full), ranks.rank * len(part)
+                parts = [(rank,) for rank in everyone]
+        self.own = pattern((ranks.rank,), dtype, ranks)
+        self.expected, self.first = [pattern(senders, dtype, ranks) for senders in parts], first
+        self.clear()
+
+    def run(self) -> None:
+        self.issue(self.received, self.sent)
+
+    def clear(self) -> None:
+        """Fill with zeros, which stay zeros however often a sum is repeated."""
+        self.sent.zero_()
+        self.received.zero_()
+
+    def count_wrong(self) -> int:
+        """Run it once; how many elements of this rank are not what they must be. NaN is wrong too."""
+        self.sent.copy_(values(self.own, 0, len(self.sent)))
+        self.run()
+        parts = zip(self.received.chunk(len(self.expected)), self.expected, strict=True)
+        wrong = sum(int((part != values(pattern, self.first, len(part))).sum()) for part, pattern in parts)
+        self.clear()
+        return wrong
+
+
+def measured(
+    collective: str, type_name: str, size: int, options: argparse.Namespace, ranks: Ranks, control: Any
+) -> dict[str, Any]:
+    """The row of one size, on every rank. Collective.
+
+    Args:
+        size: In bytes. It is made a multiple of an element for each rank.
+        control: A group over the CPU, so that clocks and barriers do not queue on a GPU.
+
+    Raises:
+        RuntimeError: another rank is lost, or this one has too little memory.
+    """
+    dtype, is_cuda = DTYPES[type_name], ranks.device.type == "cuda"
+    count = max(size // dtype.itemsize // ranks.world_size, 1) * ranks.world_size
+    call = Call(collective, count, dtype, ranks)
+    # warm up
+    call.run()
+    (estimate,) = seconds_of(call, 1, 1, ranks, control)
+    for _ in range(min(MOST_WARMUP, int(WARMUP_SHARE * options.seconds_per_size / estimate))):
+        call.run()
+    # check
+    wrong = torch.tensor(call.count_wrong())
+    dist.all_reduce(wrong, group=control)
+    # time
+    in_a_row = options.in_a_row or (min(max(int(IN_A_ROW_S / estimate), 1), MOST_IN_A_ROW) if is_cuda else 1)
+    calls = min(max(int(options.seconds_per_size / estimate / in_a_row), FEWEST_CALLS), MOST_CALLS)
+    median, p95 = np.percentile(seconds_of(call, calls, in_a_row, ranks, control), [50, 95]).tolist()
+    size, link = count * dtype.itemsize, Link.parse(options.link)
+    busbw = bus_factor(collective.removeprefix("sharding."), ranks.world_size) * size / median / 1e9
+    where = [ranks.world_size, ranks.backend, ranks.device.type, link.bits_per_s if link else None]
+    row = [collective, *where, size, type_name, calls, 1e6 * median, 1e6 * p95, busbw, int(wrong)]
+    return dict(zip(COLUMNS, row, strict=True))
+
+
+def seconds_of(call: Call, calls: int, in_a_row: int, ranks: Ranks, control: Any) -> list[float]:
+    """Of each timed call on its slowest rank, from a start that all share; the mean of those in a row. Collective."""
+
+    def synchronize() -> None:
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize(ranks.device)
+
+    times = torch.zeros(calls, dtype=torch.float64)
+    for index in range(calls):
+        synchronize()
+        dist.barrier(group=control)
+        start = time.perf_counter()
+        for _ in range(in_a_row):
+            call.run()
+        synchronize()
+        times[index] = (time.perf_counter() - start) / in_a_row
+    dist.all_reduce(times, dist.ReduceOp.MAX, group=control)
+    return times.tolist()
+
+
 def main() -> int:
     options = build_parser().parse_args()
-    from ddp_lab.runtime.distributed import joined_ranks
-    from ddp_lab.runtime.process.environment import silence_libraries
-
     silence_libraries()
     try:
         with joined_ranks(RunConfig(**{name: getattr(options, name) for name in AS_THE_RUNNERS})) as ranks:
@@ -120,19 +255,13 @@ def main() -> int:
     return 0
 
 
-def measure_all(options: argparse.Namespace, ranks: "Ranks") -> None:
+def measure_all(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure what the command line names; on rank 0, print it and write it. Collective.
 
     Raises:
         OneRankError: another rank has gone, or memory ran out.
         UserError: the file cannot be written.
     """
-    import pandas as pd
-    import torch.distributed as dist
-
-    from benchmarks.calls import measured
-    from ddp_lab.analysis.files import write_csv
-
     device = ranks.device.type + ("-shared" if ranks.gpu_sharing else "")
     name = f"{ranks.backend}_{device}_{ranks.world_size}_ranks.csv"
     path, rows = options.output_dir / REPORTS / name, list[dict[str, Any]]()
@@ -140,17 +269,16 @@ def measure_all(options: argparse.Namespace, ranks: "Ranks") -> None:
     for collective, dtype in itertools.product(options.collectives, options.dtypes):
         if ranks.is_main:
             print(f"\n{collective}: {ranks.world_size} ranks, {ranks.backend} on {ranks.device.type}")
-            print(*(f"{column:>{width}}" for column, (width, _) in SHOWN.items()), flush=True)
+            print(*(f"{column:>{form.partition('.')[0]}}" for column, form in SHOWN.items()), flush=True)
         for size in options.sizes:
             try:
-                found = measured(collective, dtype, size, options, ranks, control)
+                row = measured(collective, dtype, size, options, ranks, control)
             except RuntimeError as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 where = f"rank {ranks.rank} stopped at {collective} {dtype} of {size:,} bytes"
                 raise OneRankError(f"{where}: {reason}; what was measured until then is in {path}") from None
             if ranks.is_main:
-                row = dict(zip(COLUMNS, found, strict=True))
-                print(*(f"{row[column]:>{width}{digits}}" for column, (width, digits) in SHOWN.items()), flush=True)
+                print(*(f"{row[column]:>{form}}" for column, form in SHOWN.items()), flush=True)
                 rows.append(row)
                 write_csv(path, pd.DataFrame(rows, columns=list(COLUMNS)))
     if ranks.is_main:

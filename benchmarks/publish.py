@@ -29,8 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.collectives import names_of
-from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.runtime.cli import OneLineParser, names_of
 from ddp_lab.runtime.errors import UserError
 
 BLOCK = re.compile(r"(^<!-- results:([\w-]+) -->\n)(.*?)(^<!-- /results -->)", re.DOTALL | re.MULTILINE)

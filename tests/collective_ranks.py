@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks import calls, collectives
+from benchmarks import collectives
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import OneRankError
 
@@ -33,27 +32,27 @@ def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = N
     return ""
 
 
-def planted(name: str, plant: Callable[[calls.Call], None]):
-    """Within this context, `plant` runs after each call of a collective."""
+def planted(name: str, plant: Callable[[torch.Tensor], None]):
+    """Within this context, `plant` gets what each call of a collective has received."""
 
-    def make(*arguments) -> calls.Call:
-        call = original(*arguments)
-        return replace(call, run=lambda: (call.run(), plant(call)))
+    def issue(received: torch.Tensor, sent: torch.Tensor) -> None:
+        original(received, sent)
+        plant(received)
 
-    original = calls.CALLS[name]
-    return mock.patch.dict(calls.CALLS, {name: make})
+    original = collectives.CALLS[name]
+    return mock.patch.dict(collectives.CALLS, {name: issue})
 
 
 def three_elements(rank: int):
     """On rank 1, three elements of every all-reduce come out wrong."""
-    return planted("all_reduce", lambda call: call.buffers[0][5:8].add_(1) if rank == 1 else None)
+    return planted("all_reduce", lambda received: received[5:8].add_(1) if rank == 1 else None)
 
 
 def connection_lost(rank: int):
     """`broadcast` fails after the first call, on all ranks, so that the pool's own connections stay as they are."""
     left = iter(range(1))
 
-    def fail(call: calls.Call):
+    def fail(received: torch.Tensor):
         if next(left, None) is None:
             raise RuntimeError("Connection closed by peer\nand so on")
 

@@ -5,7 +5,7 @@ import difflib
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -73,6 +73,18 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     return f"unknown {what} '{name}'; {hint}"
+
+
+def names_of(kind: str, known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A type of a flag: names with commas between."""
+
+    def parse_names(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(unknown_name(kind, name, known))
+        return text.split(",")
+
+    return parse_names
 
 
 def add_csv(parser: argparse.ArgumentParser) -> None:
