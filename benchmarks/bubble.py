@@ -24,15 +24,20 @@ from ddp_lab.runtime.process.environment import prepare_process
 if __name__ == "__main__":
     prepare_process()
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import ddp_lab
-from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error
+from benchmarks.rounds import run_program
+from ddp_lab.analysis.metrics.pipeline import pipeline_steps, pipelines
+from ddp_lab.analysis.traces.reading import read_trace
+from ddp_lab.analysis.traces.timeline import build_timeline
+from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.groups import from_rank0, host_barrier
 from pipeline_parallel.actions import Shape
@@ -119,18 +124,12 @@ def measured(folder: Path, schedule: str, micro_batches: int, pass_ms: float, sl
 def read(folder: Path, ranks: int) -> tuple[float, float]:
     """Of the quickest step, in which other processes disturbed least: the share that is bubble, in %, the mean over
     ranks; and how long it is, in ms."""
-    import pandas as pd
-
-    from ddp_lab.analysis.metrics.pipeline import pipeline_steps, pipelines
-    from ddp_lab.analysis.traces.reading import read_trace
-    from ddp_lab.analysis.traces.timeline import build_timeline
-
     timelines = [build_timeline(read_trace(folder / f"{rank}.json"), rank, True) for rank in range(ranks)]
     clocks = pd.DataFrame({"rank": range(ranks), "offset_ms": 0.0})  # all are of this machine
     passes = pipelines(timelines, clocks, {"pp": ranks})
     steps = passes[["rank", "step"]].drop_duplicates().assign(step_ms=0.0)
-    found = pipeline_steps(passes, steps).groupby("step")[["pipeline_ms", "bubble_pct"]].mean()
-    step_ms, bubble = found.sort_values("pipeline_ms").iloc[0]
+    means = pipeline_steps(passes, steps).groupby("step")[["pipeline_ms", "bubble_pct"]].mean()
+    step_ms, bubble = means.sort_values("pipeline_ms").iloc[0]
     return float(bubble), float(step_ms)
 
 
@@ -144,25 +143,15 @@ def main() -> int:
     add_flags(parser, ("link",))
     add_csv(parser)
     options = parser.parse_args()
-    import pandas as pd
 
-    from ddp_lab.runtime.distributed import joined_ranks
-    from ddp_lab.runtime.process.environment import silence_libraries
+    def measure(config: RunConfig, _: Ranks) -> pd.DataFrame:
+        with tempfile.TemporaryDirectory() as folder:
+            shared = Path(from_rank0(lambda: folder))
+            schedules = [name for name in SCHEDULES if options.slow == 1 or name != "interleaved"]
+            rows = [measured(shared, name, options.micro_batches, options.pass_ms, options.slow) for name in schedules]
+        return pd.DataFrame(rows).assign(link=config.link)
 
-    silence_libraries()
-    try:
-        with joined_ranks(RunConfig(link=options.link, device="cpu")) as ranks, tempfile.TemporaryDirectory() as own:
-            folder = Path(from_rank0(lambda: own))
-            chosen = [name for name in SCHEDULES if options.slow == 1 or name != "interleaved"]
-            rows = [measured(folder, name, options.micro_batches, options.pass_ms, options.slow) for name in chosen]
-            table = pd.DataFrame(rows).assign(link=options.link)
-            if ranks.is_main:
-                print(table.to_string(index=False, float_format="{:.3f}".format))
-                if options.csv:
-                    table.to_csv(options.csv, index=False)
-    except (UserError, OSError) as error:
-        exit_with_error(str(error))
-    return 0
+    return run_program(measure, options.csv, link=options.link, device="cpu")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ they share caches, memory and, where there are more ranks than cores, cores, as 
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.rounds import time_rounds
+from benchmarks.rounds import Steps, quartiles, run_program, time_rounds
 from context_parallel.attention import Context
 from context_parallel.ulysses import require_heads
-from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error
+from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
@@ -39,27 +39,19 @@ from ddp_lab.runtime.settings.mesh import CONTEXT_PARALLEL
 FEATURES = 64
 """Of one head's queries, keys and values."""
 WHOLE = "whole"
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Runs one way of attention, forward and backward. `kept`: queries, keys, values and the gradient of outputs."""
-
-    attend: Attend
-    kept: tuple[Tensor, ...]
-
-    def steps(self, count: int) -> None:
-        *qkv, gradient = self.kept
-        for _ in range(count):
-            torch.autograd.grad(self.attend(*qkv), qkv, gradient)
-
-
-def made(heads: int, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
-    """On a GPU in bf16, which its fastest kernel takes."""
+def steps_of(attend: Callable[..., Tensor], heads: int, tokens: int, device: torch.device) -> Steps:
+    """One way of attention, forward and backward. On a GPU in bf16, which its fastest kernel takes."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    *qkv, gradient = torch.randn(4, 1, heads, tokens, FEATURES, device=device, dtype=dtype)
-    return *(tensor.clone().requires_grad_() for tensor in qkv), gradient
+    shape = (1, heads, tokens, FEATURES)
+    gradient, *qkv = (torch.randn(shape, device=device, dtype=dtype).requires_grad_(index > 0) for index in range(4))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            torch.autograd.grad(attend(*qkv), qkv, gradient)
+
+    return steps
 
 
 def measured(heads: int, tokens: int, rounds: int, ranks: Ranks) -> pd.DataFrame:
@@ -74,22 +66,17 @@ def measured(heads: int, tokens: int, rounds: int, ranks: Ranks) -> pd.DataFrame
     if tokens % (2 * size):
         raise UserError(f"--tokens {tokens}: must be a multiple of twice the {size} ranks, {2 * size}")
 
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def cut(way: str) -> Attend:
+    def cut(way: str) -> Callable[..., Tensor]:
         context = Context(group, way)
         return lambda q, k, v: context.attend(q, k, v, None, FEATURES**-0.5, 0.0)
 
-    part = made(heads, tokens // size, ranks.device)
-    ways = {way: Attention(cut(way), part) for way in CONTEXT_PARALLEL}
-    times = time_rounds({WHOLE: Attention(whole, made(heads, tokens, ranks.device)), **ways}, rounds, ranks)
-    ideal = times[WHOLE] / size
-    percent = 100 * times[[*ways]].rdiv(ideal, axis="index")
-    low, middle, high = (percent.quantile(quantile) for quantile in (0.25, 0.5, 0.75))
-    table = pd.DataFrame({"way": [*ways], "ranks": size, "heads": heads, "tokens": tokens, "rounds": rounds})
-    found = {"percent_median": middle, "percent_p25": low, "percent_p75": high, "ms_median": times[[*ways]].median()}
-    return table.assign(**{name: column.to_numpy() for name, column in found.items()}, ideal_ms_median=ideal.median())
+    steps = {way: steps_of(cut(way), heads, tokens // size, ranks.device) for way in CONTEXT_PARALLEL}
+    whole = steps_of(partial(scaled_dot_product_attention, is_causal=True), heads, tokens, ranks.device)
+    times = time_rounds({WHOLE: whole, **steps}, rounds, ranks)
+    ideal, ways = times[WHOLE] / size, times.drop(columns=WHOLE)
+    table = quartiles(100 * ways.rdiv(ideal, axis="index"), "percent")
+    table = table.assign(ms_median=ways.median(), ideal_ms_median=ideal.median(), ranks=size)
+    return table.assign(heads=heads, tokens=tokens, rounds=rounds).rename_axis("way").reset_index()
 
 
 def main() -> int:
@@ -100,20 +87,11 @@ def main() -> int:
     add_flags(parser, ("device",))
     add_csv(parser)
     options = parser.parse_args()
-    from ddp_lab.runtime.distributed import joined_ranks
-    from ddp_lab.runtime.process.environment import silence_libraries
 
-    silence_libraries()
-    try:
-        with joined_ranks(RunConfig(device=options.device)) as ranks:
-            table = measured(options.heads, options.tokens, options.rounds, ranks)
-            if ranks.is_main:
-                print(table.to_string(index=False, float_format="{:.1f}".format))
-                if options.csv:
-                    table.to_csv(options.csv, index=False)
-    except (UserError, OSError) as error:
-        exit_with_error(str(error))
-    return 0
+    def measure(_: RunConfig, ranks: Ranks) -> pd.DataFrame:
+        return measured(options.heads, options.tokens, options.rounds, ranks)
+
+    return run_program(measure, options.csv, device=options.device)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,60 @@
-"""Rounds in which all choices of a benchmark run in turn."""
+"""A program that measures on all ranks, and rounds in which all its choices run in turn."""
 
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 import torch.distributed as dist
 
-from benchmarks.runners import over_ranks
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.cli import exit_with_error
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.distributed import Ranks, joined_ranks
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import host_barrier
+from ddp_lab.runtime.process.environment import silence_libraries
 
 WARMUP_ROUNDS = 2
 STEPS_PER_ROUND = 3
+Steps = Callable[[int], None]
+"""Runs so many optimizer steps, to the end of all their communication."""
 
 
-class Runs(Protocol):
-    """What is timed: runs so many steps, to the end of all their communication."""
+def run_program(measure: Callable[[RunConfig, Ranks], pd.DataFrame], csv: Path | None, **settings: Any) -> int:
+    """Measure on ranks with these fields of `RunConfig`; rank 0 prints the table, bytes in MiB, and writes it.
 
-    @property
-    def steps(self) -> Callable[[int], None]: ...
+    Returns:
+        The exit code.
+    """
+    silence_libraries()
+    try:
+        with joined_ranks(config := RunConfig(**settings)) as ranks:
+            table = measure(config, ranks)
+            if ranks.is_main:
+                shown = table.dropna(axis="columns", how="all")
+                shown = shown.rename(columns=lambda name: name.replace("_bytes", ", MiB"))
+                mib = shown.filter(like=", MiB").astype(float) / 2**20
+                print(*table.attrs.get("notes", ()), shown.assign(**mib).round(3).to_string(index=False), sep="\n")
+                if csv:
+                    table.to_csv(csv, index=False)
+                    print(f"table: {csv}")
+    except (UserError, OSError) as error:
+        exit_with_error(str(error))
+    return 0
+
+
+def quartiles(values: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Median and quartiles of each column over rounds, as columns whose names begin with `name`."""
+    places = {f"{name}_median": 0.5, f"{name}_p25": 0.25, f"{name}_p75": 0.75}
+    return pd.DataFrame({column: values.quantile(place) for column, place in places.items()})
 
 
 def time_rounds(
-    runners: Mapping[str, Runs], rounds: int, ranks: Ranks, clock: Callable[[], float] = time.perf_counter
+    steps: Mapping[str, Steps], rounds: int, ranks: Ranks, clock: Callable[[], float] = time.perf_counter
 ) -> pd.DataFrame:
     """Run all choices in turn, in a new random order each round. Collective.
 
@@ -36,25 +64,26 @@ def time_rounds(
     Returns:
         Milliseconds a step, of the slowest rank: one row for each round and one column for each choice.
     """
-    times = pd.DataFrame(index=range(rounds), columns=list(runners), dtype=float)
+    times = pd.DataFrame(index=range(rounds), columns=list(steps), dtype=float)
     order = random.Random(0)  # the same on every rank
-    with long_work(f"timing {len(runners)} choices in turn", WARMUP_ROUNDS + rounds, ranks.is_main) as tell:
+    with long_work(f"timing {len(steps)} choices in turn", WARMUP_ROUNDS + rounds, ranks.is_main) as tell:
         for round_number in range(-WARMUP_ROUNDS, rounds):
-            for name in order.sample(list(runners), len(runners)):
-                slowest = over_ranks(timed(runners[name], ranks.device, clock), ranks.device, dist.ReduceOp.MAX)
+            for name in order.sample(list(steps), len(steps)):
+                host_barrier()
+                start = clock()
+                steps[name](STEPS_PER_ROUND)
+                if ranks.device.type == "cuda":
+                    torch.cuda.synchronize(ranks.device)
+                seconds = clock() - start
+                host_barrier()
                 if round_number >= 0:
-                    times.loc[round_number, name] = 1000 * slowest / STEPS_PER_ROUND
+                    times.loc[round_number, name] = 1000 * largest(seconds, ranks.device) / STEPS_PER_ROUND
             tell("warmed up" if round_number < 0 else f"round {round_number + 1}")
     return times
 
 
-def timed(runner: Runs, device: torch.device, clock: Callable[[], float]) -> float:
-    """Seconds from all ranks' start of a round to this rank's end of it."""
-    host_barrier()
-    start = clock()
-    runner.steps(STEPS_PER_ROUND)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = clock() - start
-    host_barrier()
-    return seconds
+def largest(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values. Collective."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()

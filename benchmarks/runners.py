@@ -1,5 +1,8 @@
-"""What a benchmark runs: strategies through the project's training loop, and two plain loops beside them."""
+"""What a benchmark runs: strategies through the project's training loop, and loops by hand beside them. A choice may
+carry settings of its own, as in `pytorch_ddp:bucket_cap_mb=1`."""
 
+import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,25 +15,74 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.variants import BARE, PLAIN, RUNTIME
-from ddp_lab.collectives.kinds import sent_share
+from benchmarks.rounds import largest
 from ddp_lab.runtime.build import Parallelize, build_strategy, cut_over_ranks, seed_everything
+from ddp_lab.runtime.cli import exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.batches import to_device
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import train
 from ddp_lab.runtime.profiling.memory import allocations_of, counting_on_all_threads
-from ddp_lab.strategy.account import Collective, ModelSize, expected_state_bytes, storage_bytes
+from ddp_lab.runtime.settings.field import argument
+from ddp_lab.strategy.account import Collective, ModelSize, storage_bytes
 from ddp_lab.strategy.batches import MicroBatch, StepData
 from ddp_lab.strategy.building import autocast
 from ddp_lab.strategy.modules import find_blocks
+from ddp_lab.strategy.options import bucket_cap
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import local
 from reference.pytorch_ddp import PyTorchDDP
+
+LOCAL, RUNTIME = "local", "runtime"
+"""A step without communication, as a person writes it for one device; and one through this project's training loop,
+with the small exchanges of that loop, in which no gradient is sent."""
+BARE = ("bare_loop", "bare_zero1", "bare_zero2", "bare_zero3")
+"""Loops without this project's, as torch's tutorials write them: around PyTorch DDP, DDP with ZeroRedundancyOptimizer,
+FSDP2 that keeps blocks until backward, and FSDP2 that reshards them after forward."""
+PLAIN = (LOCAL, *BARE)
+"""Loops written by hand, which have no setting but their precision."""
+SETTINGS: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys(("precision", "param_dtype", "reduce_dtype", "compress", "offload"), str),
+    **dict.fromkeys(("compile", "sequence_parallel"), {"on": True, "off": False}.__getitem__),
+    **{"activation_checkpointing": str, "bucket_cap_mb": argument(bucket_cap)},
+    **{"pipeline_schedule": str, "stages_per_rank": int},
+    "mesh": lambda text: re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(","),
+}
+"""What may differ between the choices of one benchmark, and how its value is read."""
+
+
+def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
+    """Fields of `RunConfig` from `choice` or `choice:setting=value:setting=value`. A mesh is written as in names of
+    folders: `mesh=dp2-tp2`.
+
+    Leaves the process with one line where the text makes no sense.
+    """
+    choice, *pairs = re.split(r":(?=\w+=)", text)  # a value may have colons
+    if choice not in names:
+        exit_with_error(unknown_name("strategy", choice, names))
+    fields: dict[str, object] = {"choice": choice}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if name not in SETTINGS:
+            exit_with_error(f"{text}: {unknown_name('setting', name, SETTINGS)}")
+        try:
+            fields[name] = SETTINGS[name](value)
+        except (ValueError, KeyError, argparse.ArgumentTypeError):
+            exit_with_error(f"{text}: {name} cannot be '{value}'")
+    if choice in PLAIN and (unused := fields.keys() - {"choice", "precision"}):
+        exit_with_error(
+            f"{text}: {choice} has no setting but precision, so {', '.join(sorted(unused))} would do nothing"
+        )
+    try:
+        RunConfig.of(**fields)
+    except UserError as error:
+        exit_with_error(f"{text}: {error}")
+    return fields
 
 
 class Unreduced(ReplicatedStrategy):
@@ -49,7 +101,7 @@ class Runner:
         steps: Run this many optimizer steps, to the end of all their communication.
         drop_gradients: Free them, as the next step would before its forward pass.
         state_bytes: Count the bytes that model states hold now.
-        expected_state_bytes: The formula's bytes after a step, gradients not yet dropped.
+        expected_state_bytes: The formula's bytes after a step, gradients not yet dropped; None of a loop by hand.
         wire_bytes: Bytes that a rank sends in a step, by the formulas of its collectives; needs one step to have run.
         settling_steps: How many first steps differ from later ones; at least one.
         notes: What the strategy says of its own decisions.
@@ -59,9 +111,9 @@ class Runner:
     steps: Callable[[int], None]
     drop_gradients: Callable[[], None]
     state_bytes: Callable[[], int]
-    expected_state_bytes: int
-    wire_bytes: Callable[[], float]
     settling_steps: int = 1
+    expected_state_bytes: int | None = None
+    wire_bytes: Callable[[], float | None] = lambda: None
     notes: Sequence[str] = ()
 
 
@@ -147,18 +199,8 @@ def plain_runner(
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return storage_bytes(map(local, [*module.parameters(), *module.buffers(), *gradients, *states]))
 
-    sends, shards = BARE.get(name, (0, ()))
-    expected = expected_state_bytes(size, ranks.world_size, shards)
-    wire_bytes = sends * sent_share("all_gather", ranks.world_size) * size.parameter_bytes
-    return Runner(
-        size.elements,
-        steps,
-        optimizer.zero_grad,
-        state_bytes,
-        sum(expected.values()),
-        wire_bytes=lambda: wire_bytes,
-        settling_steps=2 if isinstance(model, DistributedDataParallel) else 1,  # DDP rebuilds its buckets in the second
-    )
+    is_ddp = isinstance(model, DistributedDataParallel)  # it rebuilds its buckets in the second step
+    return Runner(size.elements, steps, optimizer.zero_grad, state_bytes, settling_steps=2 if is_ddp else 1)
 
 
 def measure_memory(runner: Runner, device: torch.device) -> tuple[int, int]:
@@ -180,12 +222,4 @@ def measure_memory(runner: Runner, device: torch.device) -> tuple[int, int]:
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 runner.steps(1)
             added = allocations_of(profiler).peak
-    resting, peak = (over_ranks(held, device, dist.ReduceOp.MAX) for held in (resting, before + added))
-    return round(resting), round(peak)
-
-
-def over_ranks(value: float, device: torch.device, operation: Any) -> float:
-    """The largest (`dist.ReduceOp.MAX`) or the sum (`SUM`) of all ranks' values. Collective."""
-    held = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(held, op=operation)
-    return held.item()
+    return round(largest(resting, device)), round(largest(before + added, device))

@@ -19,6 +19,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,164 +31,128 @@ from ddp_lab.runtime.process.environment import prepare_process
 if __name__ == "__main__":
     prepare_process()
 
+import pandas as pd
+import torch.distributed as dist
+
 import ddp
 import sharding
 import tensor_parallel
-from benchmarks.variants import BARE, LOCAL, PLAIN, RUNTIME, SETTINGS, parse_variant
+from benchmarks.rounds import quartiles, run_program, time_rounds
+from benchmarks.runners import BARE, LOCAL, PLAIN, RUNTIME, SETTINGS, make_runner, measure_memory, parse_variant
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.distributed import Ranks, meshed
 from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.settings.data import WORKLOADS
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
-load_parallelize = tensor_parallel.REGISTRY.load_parallelize
 AS_THE_RUNNERS = (
     *("global_batch_size", "grad_accum_steps", "depth", "width"),
     *("device", "backend", "share_gpu", "link", "nodes", "outer_link"),
 )
+TIMES = ["step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median"]
 ALONE = (LOCAL, RUNTIME)
 """What is measured beside all choices, but for pipelines."""
 NAMES = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, *BARE]))
-MIB = 2**20
-RATIOS = ["ratio_median", "ratio_p25", "ratio_p75"]
+
+
+def choices_parser(description: str | None, least_rounds: int, rounds: int) -> argparse.ArgumentParser:
+    """Flags of a program that runs choices in turn."""
+    parser = OneLineParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    carried = f"each may carry settings ({', '.join(SETTINGS)}), as in bucket_ddp_async:bucket_cap_mb=25:compile=on"
+    parser.add_argument("--choices", required=True, help=f"comma-separated; of {', '.join(NAMES)}; {carried}")
+    parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
+    parser.add_argument("--rounds", type=at_least(least_rounds), default=rounds, help="timed rounds of three steps")
+    add_csv(parser)
+    return parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--choices",
-        required=True,
-        help=f"comma-separated; of {', '.join(NAMES)}; each may carry settings ({', '.join(SETTINGS)}), as in "
-        "bucket_ddp_async:bucket_cap_mb=25:compile=on",
-    )
-    parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
-    parser.add_argument("--rounds", type=at_least(0), default=20, help="timed rounds; 0 measures memory only")
+    parser = choices_parser(__doc__, 0, 20)
     parser.add_argument("--workload", default="sample", help=f"one of {', '.join(WORKLOADS)}")
     add_flags(parser, AS_THE_RUNNERS, grad_accum_steps=1, depth=40, width=4096)
-    add_csv(parser)
     options = parser.parse_args(arguments)
-    link = Link.parse(options.link)
-    options.link_rate = link.bits_per_s if link else None
-    choices = options.choices.split(",")
-    options.alone = () if RunConfig.of(**parse_variant(options.against, NAMES)).has_stages else ALONE
-    wanted = [options.against, *choices, *options.alone] if options.rounds else choices
+    against = parse_variant(options.against, NAMES)
+    choices, alone = options.choices.split(","), () if RunConfig.of(**against).has_stages else ALONE
+    wanted = [options.against, *choices, *alone] if options.rounds else choices
     options.variants = {text: parse_variant(text, NAMES) for text in wanted}
-    if options.rounds:
-        for name in options.alone:
-            options.variants[name]["precision"] = options.variants[options.against].get("precision", "fp32")
+    for name in alone if options.rounds else ():
+        options.variants[name]["precision"] = against.get("precision", "fp32")
     if options.workload not in WORKLOADS:
         exit_with_error(unknown_name("workload", options.workload, WORKLOADS))
     return options
 
 
-def computes_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def computes_alike(variant: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
     """Whether two variants differ in their communication alone."""
     plain = RunConfig().as_dict()
     names = ("precision", "param_dtype", "compile", "activation_checkpointing")
-    return all(one.get(name, plain[name]) == other.get(name, plain[name]) for name in names)
+    return all(variant.get(name, plain[name]) == alone.get(name, plain[name]) for name in names)
 
 
 def main() -> int:
     options = parse()
-    from ddp_lab.runtime.distributed import joined_ranks
-    from ddp_lab.runtime.process.environment import silence_libraries
-
-    silence_libraries()
-    try:
-        config = RunConfig(
-            **{name: getattr(options, name) for name in ("workload", *AS_THE_RUNNERS)},
-            train_samples=options.global_batch_size,
-            eval_samples=1,
-        )
-        with joined_ranks(config) as ranks, ExitStack() as stack:
-            table = measure(options, config, ranks, stack)
-            if ranks.is_main:
-                show(table, options)
-    except UserError as error:
-        exit_with_error(str(error))
-    return 0
+    settings = {name: getattr(options, name) for name in ("workload", *AS_THE_RUNNERS)}
+    settings |= {"train_samples": options.global_batch_size, "eval_samples": 1}
+    return run_program(partial(measure, options), options.csv, **settings)
 
 
-def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: ExitStack) -> Any:
+def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.DataFrame:
     """Measure all choices; the table that docs/command-line.md describes (the same on every rank)."""
-    import pandas as pd
-    import torch.distributed as dist
-
-    from benchmarks.rounds import time_rounds
-    from benchmarks.runners import make_runner, measure_memory
-    from ddp_lab.runtime.distributed import meshed
-
-    runners, rows, on_meshes = {}, [], {None: ranks}
-    with long_work("measuring memory", len(options.variants), ranks.is_main) as tell:
-        for label, fields in options.variants.items():
-            mesh = fields.get("mesh")
-            if mesh not in on_meshes:
-                on_meshes[mesh] = stack.enter_context(meshed(ranks, mesh))
-            group = on_meshes[mesh].groups.data if mesh else dist.group.WORLD
-            own = config.but(**fields)
-            runner = runners[label] = make_runner(own, on_meshes[mesh], load_strategy, group, load_parallelize)
-            resting, peak = measure_memory(runner, ranks.device)
-            rows.append(
-                {
-                    "choice": label,
-                    "against": options.against if options.rounds else None,
-                    "rounds": options.rounds,
-                    **dict.fromkeys(("step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median")),
-                    "link_bits_per_s": options.link_rate,
-                    "wire_bytes": runner.wire_bytes(),
-                    "peak_bytes": peak,
-                    "workload": config.workload,
-                    "world_size": ranks.world_size,
-                    "elements": runner.elements,
-                    "resting_bytes": resting,
-                    "expected_resting_bytes": runner.expected_state_bytes,
-                }
-            )
-            tell(label)
-    table = pd.DataFrame(rows, index=list(runners))
-    if options.rounds:
-        times = time_rounds(runners, options.rounds, ranks)
-        ratios = times.div(times[options.against], axis="index")
-        table["step_ms_median"] = times.median()
-        for column, quantile in zip(RATIOS, (0.5, 0.25, 0.75), strict=True):
-            table[column] = ratios.quantile(quantile)
-        for label, fields in options.variants.items():
-            alone = LOCAL if fields["choice"] in PLAIN else RUNTIME
-            is_known = alone in times and computes_alike(fields, options.variants[alone])
-            exposed = (times[label] - times[alone]).median() if is_known else float("nan")
-            table.loc[label, "exposed_ms_median"] = exposed
-    table.attrs["notes"] = [f"{label}: {note}" for label, runner in runners.items() for note in runner.notes]
+    with ExitStack() as stack:
+        # memory, each choice alone
+        runners, rows, on_meshes, link = {}, [], {None: ranks}, Link.parse(options.link)
+        with long_work("measuring memory", len(options.variants), ranks.is_main) as tell:
+            for label, fields in options.variants.items():
+                mesh = fields.get("mesh")
+                if mesh not in on_meshes:
+                    on_meshes[mesh] = stack.enter_context(meshed(ranks, mesh))
+                groups = on_meshes[mesh].groups
+                group = groups.data if groups else dist.group.WORLD
+                runner = runners[label] = make_runner(
+                    config.but(**fields),
+                    on_meshes[mesh],
+                    load_strategy,
+                    group,
+                    tensor_parallel.REGISTRY.load_parallelize,
+                )
+                resting, peak = measure_memory(runner, ranks.device)
+                rows.append(
+                    {
+                        "choice": label,
+                        "against": options.against if options.rounds else None,
+                        "rounds": options.rounds,
+                        **dict.fromkeys(TIMES),
+                        "link_bits_per_s": link.bits_per_s if link else None,
+                        "wire_bytes": runner.wire_bytes(),
+                        "peak_bytes": peak,
+                        "workload": config.workload,
+                        "world_size": ranks.world_size,
+                        "elements": runner.elements,
+                        "resting_bytes": resting,
+                        "expected_resting_bytes": runner.expected_state_bytes,
+                    }
+                )
+                tell(label)
+        table = pd.DataFrame(rows, index=list(runners))
+        table.attrs["notes"] = [f"{label}: {note}" for label, runner in runners.items() for note in runner.notes]
+        if not options.rounds:
+            return table
+        # times, in turn
+        times = time_rounds({label: runner.steps for label, runner in runners.items()}, options.rounds, ranks)
+    ratios = quartiles(times.div(times[options.against], axis="index"), "ratio")
+    table[TIMES] = ratios.assign(step_ms_median=times.median(), exposed_ms_median=float("nan"))[TIMES]
+    for label, fields in options.variants.items():
+        alone = LOCAL if fields["choice"] in PLAIN else RUNTIME
+        if alone in times and computes_alike(fields, options.variants[alone]):
+            table.loc[label, "exposed_ms_median"] = (times[label] - times[alone]).median()
     return table
 
 
 def load_strategy(name: str) -> Any:
     return next(registry for registry in REGISTRIES if name in registry.names).load(name)
-
-
-def show(table: Any, options: argparse.Namespace) -> None:
-    import pandas as pd
-
-    title = f"{options.workload}, {table.elements.iloc[0] / 1e6:.1f} M parameters, {table.world_size.iloc[0]} ranks"
-    columns: dict[str, tuple[Any, int]] = {}
-    if options.rounds:
-        title += f", {options.rounds} rounds, ratios to {options.against}"
-        columns |= {"step, ms": (table.step_ms_median, 1), "ratio": (table.ratio_median, 3)}
-        columns |= {"p25": (table.ratio_p25, 3), "p75": (table.ratio_p75, 3)}
-        columns |= {"exposed, ms": (table.exposed_ms_median, 1)}
-    if options.link_rate and options.rounds:
-        title += f", link of {options.link_rate / 1e6:g} Mbit/s"
-        columns |= {"formula, MB": (table.wire_bytes / 1e6, 2)}
-    columns |= {"peak, MiB": (table.peak_bytes / MIB, 1), "at rest, MiB": (table.resting_bytes / MIB, 2)}
-    columns |= {"formula, MiB": (table.expected_resting_bytes / MIB, 2)}
-    texts = {heading: values.map(f"{{:.{digits}f}}".format) for heading, (values, digits) in columns.items()}
-    shown = pd.DataFrame({"choice": table.choice, **texts}).replace({None: "–", "nan": "–"})
-    print(*table.attrs["notes"], title, shown.to_string(index=False), sep="\n")
-    if options.csv:
-        table.to_csv(options.csv, index=False)
-        print(f"table: {options.csv}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Choices in alternation, beside others in one process group's ranks."""
 
-import io
-from contextlib import ExitStack, redirect_stdout
+from contextlib import nullcontext
 
 import pandas as pd
 import torch
 import torch.distributed as dist
 
-from benchmarks import host_time
-from benchmarks.strategies import measure, parse, show
+from benchmarks import host_time, rounds
+from benchmarks.strategies import measure, parse
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from tests.ranks import RankPool
@@ -20,10 +19,7 @@ FLAGS = ["--workload", "mlp", "--depth", "2", "--width", "8", "--rounds", "1"]
 def measured(choices: str, against: str = "pytorch_ddp") -> pd.DataFrame:
     options = parse(["--choices", choices, "--against", against, *FLAGS])
     config = RunConfig(workload="mlp", depth=2, width=8, train_samples=8, eval_samples=1, grad_accum_steps=1)
-    with ExitStack() as stack:
-        table = measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
-        show(table, options)
-        return table
+    return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"))
 
 
 def test_the_folder_of_a_table_is_made(tmp_path):
@@ -52,17 +48,23 @@ def test_loops_beside_the_choices_compute_in_their_precision(ranks: RankPool):
 
 def test_host_time_of_choices(ranks: RankPool):
     """A bucket's gradients are copied by one call, DDP's one by one."""
-    ((table, text),) = ranks.run(1, host_time_of, "bucket_ddp_async")
+    (table,) = ranks.run(1, host_time_of, "bucket_ddp_async")
     assert table.index.tolist() == ["pytorch_ddp", "bucket_ddp_async", "local", "runtime"]
     assert table["ratio_median"].gt(0).all() and table["own_ms_median"]["local"] == 0
     operators = table["operators"]
     assert operators["local"] < operators["runtime"] < operators["bucket_ddp_async"] < 0.7 * operators["pytorch_ddp"]
-    assert all(heading in text for heading in ("host, ms", "own, ms", "operators", "ratio"))
 
 
-def host_time_of(choices: str) -> tuple[pd.DataFrame, str]:
-    options, text = host_time.parse(["--choices", choices, "--rounds", "1"]), io.StringIO()
-    table = host_time.measure(options, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"))
-    with redirect_stdout(text):
-        host_time.show(table, options)
-    return table, text.getvalue()
+def host_time_of(choices: str) -> pd.DataFrame:
+    options = host_time.parse(["--choices", choices, "--rounds", "1"])
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo")
+    return host_time.measure(options, RunConfig(grad_accum_steps=1), ranks)
+
+
+def test_a_table_is_shown_and_written(tmp_path, capsys, monkeypatch):
+    """Bytes in MiB, and no column without a value."""
+    table = pd.DataFrame({"choice": ["zero1"], "peak_bytes": [3 * 2**19], "against": [None]})
+    monkeypatch.setattr(rounds, "joined_ranks", lambda config: nullcontext(Ranks(0, 1, CPU, "gloo")))
+    assert rounds.run_program(lambda config, ranks: table, tmp_path / "t.csv") == 0
+    assert capsys.readouterr().out.split() == f"choice peak, MiB zero1 1.5 table: {tmp_path / 't.csv'}".split()
+    assert pd.read_csv(tmp_path / "t.csv")["peak_bytes"].tolist() == [3 * 2**19]
