@@ -93,7 +93,8 @@ class Case:
 
     @cached_property
     def costs(self) -> Costs:
-        return costs_of(self.cluster, self.contention, self.is_fused or self.config.strategy.compile)
+        is_cut, compiles = self.config.cuts_layers or self.config.has_stages, self.config.strategy.compile
+        return costs_of(self.cluster, self.contention, self.is_fused or compiles, is_cut)
 
     @cached_property
     def mesh(self) -> Mesh | None:

@@ -29,6 +29,7 @@ class Link:
         source: Where the figures are from.
         peers: Neighbours among which it is divided, so that a group with fewer has only a part of it.
         cards: How many are side by side.
+        slower_per_doubling: By how much longer a ring takes for a byte with each doubling of its nodes.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Link:
     source: str = ""
     peers: int = 1
     cards: int = 1
+    slower_per_doubling: float = 0.0
 
 
 @dataclass(frozen=True)

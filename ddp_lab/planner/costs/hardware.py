@@ -189,8 +189,8 @@ def link_of(key: str, entry: Mapping[str, Any], bytes_per_s: float, count: int =
     part = entry["efficiency"]
     full_name = key if count == 1 else f"{count}x{key}"
     source = f"{entry['source']}; {part:.0%} of {bytes_per_s * count / 1e9:g} GB/s"
-    rate, peers = count * bytes_per_s * part, entry.get("peers", 1)
-    return Link(full_name, entry["latency_us"] * 1e-6, rate, source, peers, count)
+    rate, peers, slower = count * bytes_per_s * part, entry.get("peers", 1), entry.get("slower_per_doubling", 0.0)
+    return Link(full_name, entry["latency_us"] * 1e-6, rate, source, peers, count, slower)
 
 
 def host(ranks: int) -> Host:

@@ -17,7 +17,7 @@ src/graph/tuning.cc; Gloo, gloo/{allreduce,allgather,broadcast,scatter,barrier}.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from ddp_lab.collectives.kinds import MESSAGE, sent_share
@@ -130,23 +130,26 @@ class LinkCosts:
             if kind == "all_reduce" and backend == "nccl":
                 depth = 2 * ((on_node - 1) * inside.latency_s + ceil(log2(nodes)) * between.latency_s)
                 yield depth, max(through, transfer) * TREE_SLOWER
-            transfer = max(through, transfer)
+            transfer = max(through * (1 + between.slower_per_doubling * log2(nodes)), transfer)
         yield latency, transfer
         if backend == "nccl":
             yield latency * LOW_LATENCY[0], transfer * LOW_LATENCY[1]
 
 
-def costs_of(cluster: Cluster, contention: float | None = None, compiles: bool = False) -> Costs:
+def costs_of(cluster: Cluster, contention: float | None = None, compiles: bool = False, is_cut: bool = False) -> Costs:
     """Costs on a cluster, by the table or by a card's file.
 
     Args:
         contention: As in `Costs`. Default: what the table assumes for such devices.
         compiles: Whether a compiler fuses operators of the model's blocks.
+        is_cut: Whether a mesh cuts the model, for which the host takes longer.
     """
     device = cluster.device
     kind = table()["operators"][device.kind]
     if compiles and "fused" in kind:
         device = device.compiled(kind["fused"], kind["compiled_host_us"] * 1e-6)
+    elif is_cut and "mesh_host_us" in kind:
+        device = replace(device, host_s=max(device.host_s, kind["mesh_host_us"] * 1e-6))
     of_operators = f"Operators: roofline of {device.name} ({device.source}); on memory: {device.on_memory}."
     of_links = [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
     assumed = table()["contention"].get(device.kind, {"compute": 1.0, "source": "assumed on a CPU"})
