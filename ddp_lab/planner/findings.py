@@ -301,8 +301,12 @@ def certainty(space: Space) -> list[str]:
     case, cases = space.cases[0], space.cases
     costs, cluster, price = case.costs, case.cluster, case.price
     is_cuda = cluster.device.kind == "cuda"
-    spare = "a device's memory, less 1 GiB for CUDA itself" if is_cuda else "a rank's part of the machine's memory"
+    spare = "a device's memory, less what is outside torch" if is_cuda else "a rank's part of the machine's memory"
     lines = []
+    if is_cuda:
+        least, most = (gib(bound(each.outside_bytes for each in cases)) for bound in (min, max))
+        amount = least if least == most else f"{least} to {most}, by mesh"
+        lines.append(f"Outside torch: {amount} for CUDA and NCCL ({hardware.table()['outside']['source']}).")
     if any(each.config.has_experts for each in cases):
         lines.append("Experts: each is assumed to get equally many tokens; one that gets more holds up all ranks.")
     # No plan has a dropout of attention: kernels keep nothing for it. But a ring refuses to run with it.

@@ -13,6 +13,7 @@ import sharding
 import tensor_parallel
 from ddp_lab.planner.contracts import Costs, Setting
 from ddp_lab.planner.costs.cluster import Cluster
+from ddp_lab.planner.costs.hardware import outside_bytes
 from ddp_lab.planner.costs.links import costs_of
 from ddp_lab.planner.models import Model
 from ddp_lab.planner.rates import Price
@@ -26,8 +27,6 @@ from pipeline_parallel import partition
 from tensor_parallel.plan import BY_MODEL_TYPE
 
 GIB = 2**30
-CONTEXT_BYTES = {"cuda": GIB, "cpu": 0}
-"""What a device holds besides tensors: CUDA's context, kernels, workspaces and NCCL's channels; assumed."""
 REGISTRIES = {
     "main_ddp.py": ddp.REGISTRY,
     "main_shard.py": sharding.REGISTRY,
@@ -121,10 +120,15 @@ class Case:
         """Of recomputation."""
         return self.config.strategy.activation_checkpointing
 
+    @cached_property
+    def outside_bytes(self) -> float:
+        """What a rank holds outside torch's allocator."""
+        return outside_bytes(self.cluster, self.mesh)
+
     @property
     def usable_bytes(self) -> int:
         """What tensors of one rank may take."""
-        return self.cluster.device.memory_bytes - CONTEXT_BYTES[self.cluster.device.kind]
+        return self.cluster.device.memory_bytes - int(self.outside_bytes)
 
     @property
     def name(self) -> str:

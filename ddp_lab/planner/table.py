@@ -48,7 +48,8 @@ PLAN_COLUMNS = {
     "training_hours": Column("in all", "hours", "time that --tokens take, where the choice fits; none without it"),
     "training_cost": Column("in all", "$", "what all devices cost in that time", 1, 0),
     "spare_bytes": gib(
-        "to spare", "memory of a device, less what CUDA itself takes where it is a GPU, less the peak; below 0: missing"
+        "to spare",
+        "memory of a device, less what CUDA and NCCL take where it is a GPU, less the peak; below 0: missing",
     ),
     "peak_bytes": gib("peak", "most bytes that a rank's tensors take at one moment of a step"),
     **{

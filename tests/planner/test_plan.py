@@ -58,13 +58,14 @@ def test_simulations_of_a_process_that_has_threads(monkeypatch):
 
 
 def test_a_row_says_what_the_simulation_says():
-    """20.5 GiB of an L4's 22.5 GiB fit beside CUDA's 1; 8 samples of 128 tokens in 100 ms; 2 devices for 12 an hour
+    """20.5 GiB of an L4's 22.5 GiB fit beside CUDA's 0.6; 8 samples of 128 tokens in 100 ms; 2 devices for 12 an hour
     each; fp32 at 30.3 TFLOP/s."""
     outcomes = made(price=12, tokens=1024 * 36e3, zero1=simulation(100, 20, 20.5))
     flops = flops_of_a_sample(outcomes[0].case.model, 128)
     of = row(outcomes[0], flops)
-    usable = 23034 * 2**20 - GIB
-    assert of["fits"] == "yes" and of["spare_bytes"] == usable - of["peak_bytes"] and of["peak_bytes"] == 20.5 * GIB
+    usable = (23034 - 637) * 2**20
+    assert of["fits"] == "yes" and of["peak_bytes"] == 20.5 * GIB
+    assert of["spare_bytes"] == pytest.approx(usable - of["peak_bytes"], rel=0.001)
     assert of["entrypoint"] == "main_shard.py" and of["resting_bytes"] == of["peak_parameters_bytes"] == 10.25 * GIB
     assert of["samples_per_second"] == pytest.approx(80) and of["tokens_per_second"] == pytest.approx(80 * 128)
     assert of["exposed_ms"] == pytest.approx(20) and of["exposed_pct"] == pytest.approx(20)

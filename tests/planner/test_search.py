@@ -39,6 +39,8 @@ def made_up(cases):
 def space(**axes):
     """16 samples on 2 L4 of 21.5 GiB."""
     of = case(batch=16, grad_accum_steps=1)
+    device = replace(of.cluster.device, memory_bytes=int(21.5 * 2**30 + of.outside_bytes))
+    of = replace(of, cluster=replace(of.cluster, device=device))
     axes = {"choices": ("bucket_ddp_async", "zero1"), "levels": RECOMPUTATION, "compiled": [False], **axes}
     return Space([of], searches=True, **{"any_steps": True, **axes})
 

@@ -10,6 +10,8 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +23,7 @@ from ddp_lab.planner.costs.cluster import Attention, Cluster, Device, Host, Link
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import Link as Speed
+from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.untrusted import fitted, settings_in
 
 TABLE = Path(__file__).parent.parent / "hardware.toml"
@@ -197,6 +200,23 @@ def host(ranks: int) -> Host:
     """The memory of a node with so many ranks."""
     entry = table()["host"]
     return Host(entry["bytes_per_s"] / ranks, entry["copy_bytes_per_s"], entry["source"])
+
+
+def outside_bytes(cluster: Cluster, mesh: Mesh | None) -> float:
+    """What a rank holds outside torch's allocator: CUDA's context, and NCCL's buffers of the world's group and of each
+    dimension of its mesh."""
+    if cluster.device.kind == "cpu":
+        return 0.0
+    entry, ranks = table()["outside"], cluster.world_size
+    spans = [ranks] if ranks > 1 else []  # from a group's first rank to its last
+    if mesh:
+        inner = list(accumulate(reversed(mesh.degrees.values()), mul))
+        spans += [
+            span for degree, span in zip(reversed(mesh.degrees.values()), inner, strict=True) if 1 < degree < ranks
+        ]
+    share = cluster.inside.bytes_per_s / entry["group_bytes_per_s"]
+    over_network = sum(span > cluster.ranks_per_node for span in spans) * min(share, 1.0) * entry["network_mib"]
+    return 2**20 * (entry["context_mib"] + len(spans) * share * entry["group_mib"] + over_network)
 
 
 def cluster(

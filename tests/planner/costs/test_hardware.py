@@ -10,6 +10,7 @@ from ddp_lab.planner.contracts import CONTIGUOUS, OperatorCall
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.card import Operators
 from ddp_lab.planner.costs.cluster import Device
+from ddp_lab.runtime.mesh import Mesh
 
 ATTENTION, DENSE, HALF = torch.nn.functional.scaled_dot_product_attention, torch.contiguous_format, ("bfloat16",)
 
@@ -98,3 +99,18 @@ def test_how_operators_reach_memory():
         torch._foreach_add_([wide, torch.ones(2)], 1.0)
         torch.nn.functional.embedding(torch.tensor([1, 2]), wide)
     assert {each.access for each in operators.seen} == {"contiguous"}, "long pieces, one result, or one after another"
+
+
+def test_each_group_takes_memory_outside_torch():
+    """On an A100 as measured; more with a faster link and over nodes, little over PCI Express, none on a CPU."""
+    amounts = [
+        hardware.outside_bytes(hardware.cluster(gpus, link, between), mesh and Mesh.parse(mesh)) / 2**20
+        for gpus, link, between, mesh in (
+            ("1xA100", None, None, None),
+            ("4xA100", None, None, None),
+            ("8x8xH100", None, "8xndr", "dp=4,pp=2,tp=8"),
+            ("2xL4", "pcie4", None, None),
+            ("2xcpu", "1gbit", None, None),
+        )
+    ]
+    assert amounts == pytest.approx([600, 600 + 688, 600 + 4 * 688 * 360 / 234 + 3 * 512, 637, 0], abs=1)
