@@ -210,10 +210,8 @@ def outside_bytes(cluster: Cluster, mesh: Mesh | None) -> float:
     entry, ranks = table()["outside"], cluster.world_size
     spans = [ranks] if ranks > 1 else []  # from a group's first rank to its last
     if mesh:
-        inner = list(accumulate(reversed(mesh.degrees.values()), mul))
-        spans += [
-            span for degree, span in zip(reversed(mesh.degrees.values()), inner, strict=True) if 1 < degree < ranks
-        ]
+        degrees = list(mesh.degrees.values())[::-1]  # the innermost dimension first
+        spans += [span for degree, span in zip(degrees, accumulate(degrees, mul), strict=True) if 1 < degree < ranks]
     share = cluster.inside.bytes_per_s / entry["group_bytes_per_s"]
     over_network = sum(span > cluster.ranks_per_node for span in spans) * min(share, 1.0) * entry["network_mib"]
     return 2**20 * (entry["context_mib"] + len(spans) * share * entry["group_mib"] + over_network)
