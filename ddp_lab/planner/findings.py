@@ -104,29 +104,10 @@ def reasons(outcomes: Sequence[Outcome], searches: bool = False) -> list[str]:
         why = "it is the simplest of them with ample room" if best.fits(AMPLE) else "its peak is the smallest of them"
         others = listed([found.case.name for found in equal if found is not best])
         sentences.append(f"Equally fast within {AS_FAST:.0%}: {others}; {name} is taken since {why}.")
-    slower = [found for found in fits if found.step_s > best.step_s and found not in equal]
-    if slower:
-        second = min(slower, key=lambda found: found.step_s)
-        more_ms, exposed_ms = second.step_s * 1e3 - step_ms, (exposed_s(second) - exposed_s(best)) * 1e3
-        why = f", with {exposed_ms:,.1f} ms more of exposed communication" if exposed_ms > more_ms / 2 else ""
-        sentences.append(f"Next in speed is {second.case.name}, {more_ms:,.1f} ms a step slower{why}.")
-    meshes = list(dict.fromkeys(found.case.config.mesh for found in known if found.case.mesh))
-    if len(meshes) > 1:
-        of_mesh = {mesh: recommended([found for found in known if found.case.config.mesh == mesh]) for mesh in meshes}
-        times = [f"{found.case.name} {found.step_s * 1e3:,.1f} ms" for found in of_mesh.values() if found]
-        empty = [mesh for mesh, found in of_mesh.items() if found is None]
-        nothing = f" Nothing fits on {listed(empty)}." if empty else ""
-        sentences.append(f"Of each mesh: {listed(times)}.{nothing}")
     if leanest.peak_bytes < 0.95 * best.peak_bytes:
         sentences.append(
             f"For larger batches or models, {leanest.case.name} has the smallest peak: {gib(leanest.peak_bytes)}, at "
             f"{leanest.step_s / best.step_s:.2f} times the step time."
-        )
-    if too_large := [found for found in known if not found.fits()]:
-        smallest = min(too_large, key=lambda found: found.peak_bytes)
-        sentences.append(
-            f"Not on these devices: {listed([found.case.name for found in too_large])}; of them {smallest.case.name} "
-            f"comes nearest, short of {gib(-smallest.spare_bytes)}."
         )
     if best.spare_bytes > best.peak_bytes:
         unused = f"{gib(best.spare_bytes)} of a device's memory stay unused"
@@ -166,10 +147,6 @@ def total(figures: Mapping[str, float]) -> str:
     """What --tokens take and cost; empty without them."""
     dollars = f" and {figures['training_cost']:,.0f} $" if "training_cost" in figures else ""
     return f", {figures['training_hours']:,.1f} hours{dollars} in all" if "training_hours" in figures else ""
-
-
-def exposed_s(found: Outcome) -> float:
-    return found.simulated.exposed_s if found.simulated else 0.0
 
 
 def gib(held: float) -> str:

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise UserError(f"--param-dtype with --precision {precision}: must be one or the other")
     stages = list(STAGES)[casts:]  # a replicated strategy updates what it computes with
     if options.parameters is None:
-        elements, ranks, memory_bytes, simulated = simulated_stages(options, stages)
+        elements, ranks, memory_bytes, simulated = simulated_stages(options, stages, console)
     elif options.gpus or options.model or options.d_model:
         raise UserError("--parameters: does not go with a model; leave one of them out")
     else:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def simulated_stages(
-    options: argparse.Namespace, stages: list[str]
+    options: argparse.Namespace, stages: list[str], console: Console
 ) -> tuple[float, int, float, dict[str, tuple[str, list[float]]]]:
     """Parameters of a rank's part of the model, ranks that share them, bytes of a device; and by stage the choice that
     was simulated for it, with what it holds by component and in all."""
@@ -74,7 +74,8 @@ def simulated_stages(
     choices = [next(c for c in (stage, "bucket_ddp_async", "tp") if c in existing) for stage in stages]
     space = replace(space, choices=choices)
     with simulating(options.jobs) as simulate:
-        by_choice = {found.case.config.choice: found for found in searched(Search(space), space, simulate, None)}
+        outcomes, _ = searched(Search(space), space, simulate, None, console)
+    by_choice = {found.case.config.choice: found for found in outcomes}
     peaks: dict[str, tuple[str, list[float]]] = {}
     for stage, choice in zip(stages, choices, strict=True):
         found = by_choice[choice]

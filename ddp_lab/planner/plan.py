@@ -41,12 +41,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         return
     space = space_of(options)
     search = Search(space)
-    console.print(findings.headline(space))
     with simulating(options.jobs) as simulate:
-        outcomes = searched(search, space, simulate, options.jobs)
-        if space.searches:
-            outcomes.sort(key=lambda found: found.step_s)
-        best = findings.recommended(outcomes)
+        outcomes, best = searched(search, space, simulate, options.jobs, console)
         beside = besides(outcomes, best, simulate, space.searches)
     shown = [found for found in outcomes if found.simulated or len(space.cases) == 1]
     if space.searches:
@@ -76,10 +72,8 @@ def compare_devices(options: argparse.Namespace, console: Console) -> None:
     best_on: dict[str, Outcome] = {}
     for gpus in options.gpus.split(","):
         space = space_of(argparse.Namespace(**{**vars(options), "gpus": gpus}))
-        console.print(findings.headline(space))
         with simulating(options.jobs) as simulate:
-            outcomes = searched(Search(space), space, simulate, options.jobs)
-        best = findings.recommended(sorted(outcomes, key=lambda found: found.step_s) if space.searches else outcomes)
+            outcomes, best = searched(Search(space), space, simulate, options.jobs, console)
         if best is None:
             console.print(f"{gpus}: {findings.reasons(outcomes, space.searches)[0]}")
         else:
@@ -98,8 +92,11 @@ def compare_devices(options: argparse.Namespace, console: Console) -> None:
         write_csv(options.csv, frame)
 
 
-def searched(search: Search, space: Space, simulate: Simulate, jobs: int | None) -> list[Outcome]:
-    """All outcomes, each with a line when it is there."""
+def searched(
+    search: Search, space: Space, simulate: Simulate, jobs: int | None, console: Console
+) -> tuple[list[Outcome], Outcome | None]:
+    """All outcomes, each with a line when it is there, and the recommended one."""
+    console.print(findings.headline(space))
     total = None if space.searches or space.any_mesh else len(list(space.roots()))
     of = f"simulating {f'{total} ' if total else ''}choices for {space.cases[0].model.name}"
     outcomes: list[Outcome] = []
@@ -107,7 +104,9 @@ def searched(search: Search, space: Space, simulate: Simulate, jobs: int | None)
         for found in search.run(simulate, jobs or 2):
             outcomes.append(found)
             tell(f"{findings.described(found) if space.searches else found.case.name}: {found.gist}")
-    return outcomes
+    if space.searches:
+        outcomes.sort(key=lambda found: found.step_s)
+    return outcomes, findings.recommended(outcomes)
 
 
 def besides(outcomes: Sequence[Outcome], best: Outcome | None, simulate: Simulate, searches: bool = False) -> list[str]:
