@@ -1,4 +1,4 @@
-"""Run the benchmarks, and write what they measured into docs/results.json, docs/results/ and the blocks of documents.
+"""Run the benchmarks, and write what they measured into docs/results.json and the blocks of documents.
 
     python benchmarks/publish.py                  # all of it, about 20 minutes on two cores; the machine must be quiet
     python benchmarks/publish.py --only memory    # one section; the others keep their data
@@ -6,13 +6,12 @@
     python benchmarks/publish.py --check          # for CI: exit code 1 if a document is out of step with the data
 
 benchmarks/publish.toml lists the sections. A block of a document is what stands between `<!-- results:NAME -->` and
-`<!-- /results -->`; NAME is a section, `about` or `sweep-picture`. Exit code 0: done. 1: a section failed, or --check
+`<!-- /results -->`; NAME is a section, or `about`. Exit code 0: done. 1: a section failed, or --check
 found something; a line on standard error says what. 2: the command line makes no sense.
 """
 
 import argparse
 import datetime
-import hashlib
 import json
 import os
 import re
@@ -33,9 +32,6 @@ from ddp_lab.runtime.cli import OneLineParser, names_of
 from ddp_lab.runtime.errors import UserError
 
 BLOCK = re.compile(r"(^<!-- results:([\w-]+) -->\n)(.*?)(^<!-- /results -->)", re.DOTALL | re.MULTILINE)
-SWEEPS = {"sweep-ddp": "replicated", "sweep-sharding": "sharded"}
-PICTURE, SAYS = Path("docs/results/sweep.svg"), "Time of one step of every strategy, by what it is spent on"
-COLOURS = {"compute": "#0072B2", "exposed": "#E69F00", "idle": "#8C8C8C"}
 Data = dict[str, dict[str, Any]]
 
 
@@ -54,8 +50,8 @@ def main() -> int:
     try:
         for name in [] if options.check or options.render else options.only:
             print(f"{name} ...", flush=True)
-            found = data | {name: measure(sections[name], commit)}
-            data = {each: found[each] for each in sections if each in found}
+            measured = data | {name: measure(sections[name], commit)}
+            data = {section: measured[section] for section in sections if section in measured}
             path.write_text(json.dumps(data, indent=1) + "\n")
         stale = render(ROOT, data, is_dry=options.check)
     except UserError as error:
@@ -124,7 +120,7 @@ def machine() -> str:
 
 
 def render(root: Path, data: Data, is_dry: bool) -> list[str]:
-    """Fill the blocks of README.md and docs under `root`, and draw the picture; what was out of step.
+    """Fill the blocks of README.md and docs under `root`; what was out of step.
 
     Args:
         is_dry: Write nothing.
@@ -136,18 +132,12 @@ def render(root: Path, data: Data, is_dry: bool) -> list[str]:
     for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         before = path.read_text()
         after = BLOCK.sub(
-            lambda found, path=path: f"{found[1]}{content(found[2], path, root, data)}\n{found[4]}", before
+            lambda block, path=path: f"{block[1]}{content(block[2], path, root, data)}\n{block[4]}", before
         )
         if after != before:
             stale.append(str(path.relative_to(root)))
             if not is_dry:
                 path.write_text(after)
-    digest = hashlib.sha256(json.dumps([data[sweep]["rows"] for sweep in SWEEPS]).encode()).hexdigest()[:16]
-    picture = root / PICTURE
-    if not (picture.exists() and digest in picture.read_text()):
-        stale.append(str(PICTURE))
-        if not is_dry:
-            draw(picture, data, digest)
     return stale
 
 
@@ -157,11 +147,11 @@ def content(name: str, path: Path, root: Path, data: Data) -> str:
     Raises:
         UserError: there is no data for it.
     """
-    if name == "sweep-picture":
-        return f"![{SAYS}]({os.path.relpath(root / PICTURE, path.parent)})"
     if name == "about":
         shown = ("machine", "date", "commit", "seconds")
-        return table([{"section": f"`{each}`", **{key: found[key] for key in shown}} for each, found in data.items()])
+        return table(
+            [{"section": f"`{section}`", **{key: entry[key] for key in shown}} for section, entry in data.items()]
+        )
     if name not in data:
         raise UserError(f"{path.relative_to(root)}: block '{name}': docs/results.json has no such section")
     first = next(iter(data[name]["rows"][0]))
@@ -179,35 +169,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def cells(values: Sequence[Any]) -> list[str]:
     digits = max((len(str(value).partition(".")[2]) for value in values if isinstance(value, float)), default=0)
     return ["–" if value is None else value if isinstance(value, str) else f"{value:,.{digits}f}" for value in values]
-
-
-def draw(path: Path, data: Data, digest: str) -> None:
-    """Write the picture of the sweeps as SVG. It carries `digest`, so that a picture of older data is found."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    from ddp_lab.analysis.report.figures import axis_end
-
-    rcParams.update({"svg.hashsalt": "sweep-picture", "svg.fonttype": "none", "font.size": 9})
-    rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
-    for axes, (sweep, title) in zip(figure.subplots(1, len(SWEEPS)), SWEEPS.items(), strict=True):
-        rows = data[sweep]["rows"]
-        names, left = [row["choice"] for row in rows], [0.0] * len(rows)
-        for part, colour in COLOURS.items():
-            widths = [row["step, ms"] * (row[f"{part}, %"] or 0) / 100 for row in rows]
-            label = f"{part} communication" if part == "exposed" else part
-            axes.barh(names, widths, left=left, color=colour, label=label)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        room = 1.05 * (end := axis_end(left))
-        axes.set(title=title, xlabel="ms a step", xlim=(0, room))
-        for name, whole in zip(names, left, strict=True):
-            if whole > end:
-                axes.text(room, name, f"▸ {whole:,.0f} ms", ha="right", va="center", backgroundcolor="white")
-        axes.invert_yaxis()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Description": digest})
 
 
 if __name__ == "__main__":
