@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.rounds import quartiles, run_program, time_rounds
 from benchmarks.runners import LOCAL, make_runner, parse_variant
-from benchmarks.strategies import ALONE, NAMES, choices_parser, load_strategy
+from benchmarks.strategies import ALONE, choices_parser
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.synthetic import SyntheticSamples
 from ddp_lab.runtime.data.workload import Workload
@@ -75,7 +75,7 @@ class CountLaunches(TorchDispatchMode):
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = choices_parser(__doc__, 1, 40).parse_args(arguments)
     wanted = [options.against, *options.choices.split(","), *ALONE]
-    options.variants = {text: parse_variant(text, NAMES) for text in wanted}
+    options.variants = {text: parse_variant(text) for text in wanted}
     return options
 
 
@@ -85,9 +85,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.
     samples = SyntheticSamples(config.global_batch_size, seed=0, width=WIDTH)
     steps, launches = {}, {}
     for label, fields in options.variants.items():
-        runner = make_runner(
-            config.but(**fields), ranks, load_strategy, build=lambda _: Workload(Thin(), samples, samples)
-        )
+        runner = make_runner(config.but(**fields), ranks, lambda _: Workload(Thin(), samples, samples))
         runner.steps(runner.settling_steps)
         with CountLaunches() as counter:
             runner.steps(1)

@@ -15,8 +15,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+import ddp
+import sharding
+import tensor_parallel
 from benchmarks.rounds import largest
-from ddp_lab.runtime.build import Parallelize, build_strategy, cut_over_ranks, seed_everything
+from ddp_lab.runtime.build import build_strategy, cut_over_ranks, seed_everything
 from ddp_lab.runtime.cli import exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.batches import to_device
@@ -32,18 +35,18 @@ from ddp_lab.strategy.batches import MicroBatch, StepData
 from ddp_lab.strategy.building import autocast
 from ddp_lab.strategy.modules import find_blocks
 from ddp_lab.strategy.options import bucket_cap
-from ddp_lab.strategy.registry import refuse_tensor_parallelism
 from ddp_lab.strategy.replicated import ReplicatedStrategy
-from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import local
 from reference.pytorch_ddp import PyTorchDDP
 
+REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
 LOCAL, RUNTIME = "local", "runtime"
 """A step without communication, as a person writes it for one device; and one through this project's training loop,
 with the small exchanges of that loop, in which no gradient is sent."""
 BARE = ("bare_loop", "bare_zero1", "bare_zero2", "bare_zero3")
 """Loops without this project's, as torch's tutorials write them: around PyTorch DDP, DDP with ZeroRedundancyOptimizer,
 FSDP2 that keeps blocks until backward, and FSDP2 that reshards them after forward."""
+NAMES = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [LOCAL, RUNTIME, *BARE]))
 PLAIN = (LOCAL, *BARE)
 """Loops written by hand, which have no setting but their precision."""
 SETTINGS: dict[str, Callable[[str], object]] = {
@@ -56,15 +59,15 @@ SETTINGS: dict[str, Callable[[str], object]] = {
 """What may differ between the choices of one benchmark, and how its value is read."""
 
 
-def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
+def parse_variant(text: str) -> dict[str, object]:
     """Fields of `RunConfig` from `choice` or `choice:setting=value:setting=value`. A mesh is written as in names of
     folders: `mesh=dp2-tp2`.
 
     Leaves the process with one line where the text makes no sense.
     """
     choice, *pairs = re.split(r":(?=\w+=)", text)  # a value may have colons
-    if choice not in names:
-        exit_with_error(unknown_name("strategy", choice, names))
+    if choice not in NAMES:
+        exit_with_error(unknown_name("strategy", choice, NAMES))
     fields: dict[str, object] = {"choice": choice}
     for pair in pairs:
         name, _, value = pair.partition("=")
@@ -117,24 +120,19 @@ class Runner:
     notes: Sequence[str] = ()
 
 
-def make_runner(
-    config: RunConfig,
-    ranks: Ranks,
-    load_strategy: Callable[[str], type[Strategy]],
-    group: dist.ProcessGroup | None = None,
-    load_parallelize: Callable[[str], Parallelize] = refuse_tensor_parallelism,
-    build: Callable[[RunConfig], Workload] = build_workload,
-) -> Runner:
-    """`config.choice` over `group` on one global batch of what `build` makes, the same for every choice."""
+def make_runner(config: RunConfig, ranks: Ranks, build: Callable[[RunConfig], Workload] = build_workload) -> Runner:
+    """`config.choice` on one global batch of what `build` makes, the same for every choice."""
     seed_everything(0, rank=0)
     workload = build(config)
     batches = one_global_batch(config, workload, ranks)
     if config.choice in PLAIN:
-        return plain_runner(config, workload, batches, ranks, group)
+        return plain_runner(config, workload, batches, ranks)
     elements = ModelSize.of(workload.model).elements
-    model_parallel = cut_over_ranks(config, workload, ranks, load_parallelize)
+    model_parallel = cut_over_ranks(config, workload, ranks, tensor_parallel.REGISTRY.load_parallelize)
     model_size = ModelSize.of(workload.model)
-    strategy_class = Unreduced if config.choice == RUNTIME else load_strategy(config.choice)
+    registry = next((registry for registry in REGISTRIES if config.choice in registry.names), None)
+    strategy_class = registry.load(config.choice) if registry else Unreduced
+    group = ranks.groups.data if ranks.groups else dist.group.WORLD
     strategy = build_strategy(config, workload, ranks, strategy_class, group, model_parallel)
 
     def steps(count: int) -> None:
@@ -160,12 +158,10 @@ def one_global_batch(config: RunConfig, workload: Workload, ranks: Ranks) -> lis
     return [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
 
 
-def plain_runner(
-    config: RunConfig, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks, group: dist.ProcessGroup | None
-) -> Runner:
+def plain_runner(config: RunConfig, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:
     """One of `PLAIN`, as a person writes it by hand."""
     name, size = config.choice, ModelSize.of(workload.model)
-    module, everyone = workload.model.to(ranks.device), group or dist.group.WORLD
+    module, everyone = workload.model.to(ranks.device), dist.group.WORLD
     settings = {"lr": workload.learning_rate, "fused": True}
     model: Any = module
     if name in ("bare_loop", "bare_zero1"):

@@ -32,13 +32,9 @@ if __name__ == "__main__":
     prepare_process()
 
 import pandas as pd
-import torch.distributed as dist
 
-import ddp
-import sharding
-import tensor_parallel
 from benchmarks.rounds import quartiles, run_program, time_rounds
-from benchmarks.runners import BARE, LOCAL, PLAIN, RUNTIME, SETTINGS, make_runner, measure_memory, parse_variant
+from benchmarks.runners import LOCAL, NAMES, PLAIN, RUNTIME, SETTINGS, make_runner, measure_memory, parse_variant
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
@@ -47,7 +43,6 @@ from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.settings.data import WORKLOADS
 
-REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
 AS_THE_RUNNERS = (
     *("global_batch_size", "grad_accum_steps", "depth", "width"),
     *("device", "backend", "share_gpu", "link", "nodes", "outer_link"),
@@ -55,7 +50,6 @@ AS_THE_RUNNERS = (
 TIMES = ["step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median"]
 ALONE = (LOCAL, RUNTIME)
 """What is measured beside all choices, but for pipelines."""
-NAMES = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, *BARE]))
 
 
 def choices_parser(description: str | None, least_rounds: int, rounds: int) -> argparse.ArgumentParser:
@@ -74,10 +68,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", default="sample", help=f"one of {', '.join(WORKLOADS)}")
     add_flags(parser, AS_THE_RUNNERS, grad_accum_steps=1, depth=40, width=4096)
     options = parser.parse_args(arguments)
-    against = parse_variant(options.against, NAMES)
+    against = parse_variant(options.against)
     choices, alone = options.choices.split(","), () if RunConfig.of(**against).has_stages else ALONE
     wanted = [options.against, *choices, *alone] if options.rounds else choices
-    options.variants = {text: parse_variant(text, NAMES) for text in wanted}
+    options.variants = {text: parse_variant(text) for text in wanted}
     for name in alone if options.rounds else ():
         options.variants[name]["precision"] = against.get("precision", "fp32")
     if options.workload not in WORKLOADS:
@@ -109,15 +103,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.
                 mesh = fields.get("mesh")
                 if mesh not in on_meshes:
                     on_meshes[mesh] = stack.enter_context(meshed(ranks, mesh))
-                groups = on_meshes[mesh].groups
-                group = groups.data if groups else dist.group.WORLD
-                runner = runners[label] = make_runner(
-                    config.but(**fields),
-                    on_meshes[mesh],
-                    load_strategy,
-                    group,
-                    tensor_parallel.REGISTRY.load_parallelize,
-                )
+                runner = runners[label] = make_runner(config.but(**fields), on_meshes[mesh])
                 resting, peak = measure_memory(runner, ranks.device)
                 rows.append(
                     {
@@ -149,10 +135,6 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.
         if alone in times and computes_alike(fields, options.variants[alone]):
             table.loc[label, "exposed_ms_median"] = (times[label] - times[alone]).median()
     return table
-
-
-def load_strategy(name: str) -> Any:
-    return next(registry for registry in REGISTRIES if name in registry.names).load(name)
 
 
 if __name__ == "__main__":
