@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import hub, samples
@@ -119,16 +118,7 @@ def random_llama_classifier(workload: str, pad_token_id: int) -> nn.Module:
 
 def padding_collate(tokenizer: Any) -> Collate:
     """Pads the samples of a batch to the longest among them."""
-    read_no_masks()
+    from transformers import DataCollatorWithPadding
 
-    def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        padded = tokenizer.pad([{"input_ids": row["input_ids"]} for row in rows], padding=True, return_tensors="pt")
-        return without_useless_mask(
-            {
-                "input_ids": padded["input_ids"],
-                "attention_mask": padded["attention_mask"],
-                "labels": torch.tensor([row["label"] for row in rows], device="cpu"),
-            }
-        )
-
-    return collate
+    pad = DataCollatorWithPadding(tokenizer)
+    return lambda rows: without_useless_mask(dict(pad(rows)))
