@@ -20,7 +20,7 @@ import msgspec
 
 from ddp_lab.families import FAMILIES, Family
 from ddp_lab.record_format import SweepPass
-from ddp_lab.runtime.cli import OneLineParser, exit_with_error
+from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error
 from ddp_lab.runtime.data.found import require_found
 from ddp_lab.runtime.data.workloads import import_libraries, resolve_workload
 from ddp_lab.runtime.entrypoint import BATCH, require_room
@@ -74,13 +74,14 @@ def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
     )
     help_on_family = argparse.SUPPRESS if known else ", ".join(FAMILIES)  # run_experiment_*.sh give it
     parser.add_argument("family", choices=list(FAMILIES), metavar="FAMILY", help=help_on_family)
-    parser.add_argument("ranks", type=int, metavar="RANKS", help="processes on this node; one per GPU if it has GPUs")
+    about_ranks = "processes on this node; one per GPU if it has GPUs"
+    parser.add_argument("ranks", type=at_least(1), metavar="RANKS", help=about_ranks)
     folder: dict[str, Any] = {"type": Path, "metavar": "DIR"}
     parser.add_argument("--output-dir", **folder, default=Path(), help="root of profile/ and of the reports")
     parser.add_argument("--checkpoint-dir", **folder, help="root of the choices' checkpoints, with a folder for each")
     parser.add_argument(
         "--passes",
-        type=int,
+        type=at_least(1),
         default=2,
         metavar="N",
         help="run every choice so often, in a new order each time, to see whether the machine changed (default: 2)",
@@ -113,10 +114,6 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepPass, bool]:
     for flag in ("--ddp-choice", "--shard-choice"):
         if any(given.split("=")[0] == flag for given in flags):
             parser.error(f"{flag}: a sweep trains with every choice; for one, use torchrun {family.script}")
-    if options.ranks < 1:
-        parser.error(f"RANKS {options.ranks}: must be at least 1")
-    if options.passes < 1:
-        parser.error(f"--passes {options.passes}: must be at least 1")
     require_room(options.ranks)
     runs = Runs(family, options.ranks, options.output_dir, options.checkpoint_dir, flags)
     if not runs.gives("--max-steps", "--epochs"):
