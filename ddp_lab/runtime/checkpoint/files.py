@@ -94,12 +94,12 @@ def problem_of(path: Path, info: FileInfo) -> str | None:
 
 
 class Stored(NamedTuple):
-    """Elements `start` to `end` of a tensor, and the file that has them. `dtype`: torch's name of it."""
+    """Elements `start` to `end` of a tensor, and what reads them. `dtype`: torch's name of it."""
 
-    file: str
     start: int
     end: int
     dtype: str
+    elements: Any
 
 
 class TensorFiles:
@@ -115,7 +115,6 @@ class TensorFiles:
     def __init__(self, paths: list[Path]) -> None:
         self.stored: dict[str, list[Stored]] = {}
         self._files: dict[str, Any] = {}
-        self._slices: dict[str, list[Any]] = {}  # of each range, what reads its elements
         for path in paths:
             try:
                 file = self._files[path.name] = safe_open(str(path), "pt")
@@ -126,9 +125,8 @@ class TensorFiles:
                         shape, dtype = elements.get_shape(), elements.get_dtype()
                         if len(shape) != 1:
                             raise UserError(f"{path}: {stored} has {len(shape)} dimensions instead of one")
-                        found = Stored(path.name, int(start), int(start) + shape[0], NAMES.get(dtype, dtype))
-                        self.stored.setdefault(key, []).append(found)
-                        self._slices.setdefault(key, []).append(elements)
+                        part = Stored(int(start), int(start) + shape[0], NAMES.get(dtype, dtype), elements)
+                        self.stored.setdefault(key, []).append(part)
             except (SafetensorError, OSError, ValueError) as error:
                 raise UserError(f"{path} is no safetensors file: {error}") from error
 
@@ -141,12 +139,12 @@ class TensorFiles:
         if key not in self.stored:
             raise UserError(f"{key}: not stored")
         try:
-            parts = cover([(one.start, one.end) for one in self.stored[key]], start, end)
+            parts = cover([(part.start, part.end) for part in self.stored[key]], start, end)
         except ValueError as error:
             raise UserError(f"{key}: {error}") from error
-        slices = self._slices[key]
-        found = [slices[index][first:last] for index, first, last in parts] or [slices[0][0:0]]
-        return torch.cat(found) if len(found) > 1 else found[0]
+        stored = self.stored[key]
+        pieces = [stored[index].elements[first:last] for index, first, last in parts] or [stored[0].elements[0:0]]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def of_file(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The whole tensors that one file stores beside ranges, and its metadata. Both are empty if it is not there."""

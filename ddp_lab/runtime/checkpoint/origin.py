@@ -150,9 +150,9 @@ def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None
         raise UserError(f"--resume: this is another training than the checkpoint's: {several(different, 12)}")
 
 
-def changed_settings(manifest: Manifest, config: Mapping[str, Any], world_size: int) -> dict[str, list[Any]]:
+def changed_settings(manifest: Manifest, here: Manifest) -> dict[str, list[Any]]:
     """Which settings have changed that decide only how steps are computed, with the number of ranks: [then, now]."""
-    then, now = manifest.config | {"world_size": manifest.world_size}, {**config, "world_size": world_size}
+    then, now = (run.config | {"world_size": run.world_size} for run in (manifest, here))
     return {n: [then.get(n), now.get(n)] for n in (*flags_that(MAY_DIFFER), "world_size") if then.get(n) != now.get(n)}
 
 

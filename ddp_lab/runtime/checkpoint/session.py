@@ -88,20 +88,23 @@ class Checkpoints:
             UserError: the checkpoint is of another training, model or optimizer; the strategy supports none.
         """
         self._strategy, self._last_step = strategy, steps
-        self._settings = config.as_dict() | {"train_samples": train_samples}
         if self.origin or self._saver:
-            settings = {"choice": config.choice, "config": self._settings, "versions": self._versions}
             self._manifest = msgspec.structs.replace(
-                manifest_of(strategy, self.done), run_id=self._run_id, job=current_job(), **settings
+                manifest_of(strategy, self.done),
+                run_id=self._run_id,
+                job=current_job(),
+                choice=config.choice,
+                config=config.as_dict() | {"train_samples": train_samples},
+                versions=self._versions,
             )
         if not self.origin:
             return TrainingResult()
         path, manifest = self.origin.path, self.origin.manifest
         with naming(path):
-            require_same_settings(manifest, self._settings)
+            require_same_settings(manifest, self._manifest.config)
             require_same_model(manifest, self._manifest)
             strategy.relearn(first_step)
-            now, then = self._sizes(), sizes_of(manifest)
+            now, then = sizes_of(self._manifest), sizes_of(manifest)
             on_every_rank(lambda: self._load(path, manifest, now == then))
         strategy.parameters_are_loaded()
         if self._ranks.is_main:
@@ -128,7 +131,7 @@ class Checkpoints:
         if draws_on and (device.type != "cuda" or manifest.config.get("device") == "cuda"):
             restore_random_states(*files.of_file(file_name(self._ranks.rank)), device)
         else:
-            derive_random_states(self._settings["seed"], manifest.step, self._ranks.drawing_rank)
+            derive_random_states(self._manifest.config["seed"], manifest.step, self._ranks.drawing_rank)
 
     def is_due(self, step: int) -> bool:
         """Whether to save a checkpoint after this step: every `--checkpoint-every` steps, and after the last one."""
@@ -184,20 +187,14 @@ class Checkpoints:
             "path": str(self.origin.path),
             "step": manifest.step,
             "run_id": manifest.run_id,
-            "changed": changed_settings(manifest, self._settings, self._ranks.world_size),
+            "changed": changed_settings(manifest, self._manifest),
         }
-
-    def _sizes(self) -> tuple[int, int, int]:
-        """The number of ranks, how many of them see different samples, and the degree of tp, whose ranks draw alike."""
-        return self._ranks.world_size, self._strategy.data_parallel_size, tensor_degree(self._settings)
 
 
 def sizes_of(manifest: Manifest) -> tuple[int, int, int]:
-    return manifest.world_size, manifest.data_parallel_size, tensor_degree(manifest.config)
-
-
-def tensor_degree(config: dict[str, Any]) -> int:
-    return Mesh.parse(str(config["mesh"])).degree(TENSOR) if config.get("mesh") else 1
+    """The number of ranks, how many of them see different samples, and the degree of tp, whose ranks draw alike."""
+    mesh = manifest.config.get("mesh")
+    return manifest.world_size, manifest.data_parallel_size, Mesh.parse(str(mesh)).degree(TENSOR) if mesh else 1
 
 
 def ranks_in_words(world_size: int, data_parallel_size: int, tensor: int) -> str:
