@@ -12,9 +12,9 @@ from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.mesh import Mesh
 from tests.context_parallel.test_attention import Case, layout_of
-from tests.models import build, make_batch
-from tests.parity import CPU, one_step, strategy_of
+from tests.models import DEVICE, build, make_batch
 from tests.parity import Case as Training
+from tests.parity import one_step, strategy_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -41,7 +41,7 @@ def a_step(mesh: str, choice: str, options: dict[str, Any]) -> tuple[float, dict
         for name, part in drops(strategy.module).items():
             part.register_forward_hook(partial(keep, name))
         groups: Any = SimpleNamespace(mesh=Mesh.parse(mesh))
-        seed_everything(7, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo", groups).drawing_rank)
+        seed_everything(7, Ranks(dist.get_rank(), dist.get_world_size(), DEVICE, "gloo", groups).drawing_rank)
         loss = one_step(strategy, [make_batch(MODEL, 2, 0)]).item()
         return loss, strategy.full_state_dict(), kept
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.distributed import Ranks
-from tests.models import make_batch
-from tests.parity import CPU, Case, assert_close, in_stages, one_step, strategy_of, trained
+from tests.models import DEVICE, make_batch
+from tests.parity import Case, assert_close, in_stages, one_step, strategy_of, trained
 from tests.ranks import RankPool
 from tests.tables import by_default, each_row
 from tests.tensor_parallel.test_traps import overflowing
@@ -51,7 +51,9 @@ def test_a_pipeline_is_one_process_to_the_last_bit(ranks: RankPool, case):
 def with_dropout(case: Case) -> dict[str, Tensor]:
     with strategy_of(case) as strategy:
         groups: Any = SimpleNamespace(mesh=case.of)
-        seed_everything(7, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo", groups).drawing_rank)  # as a run
+        seed_everything(
+            7, Ranks(dist.get_rank(), dist.get_world_size(), DEVICE, "gloo", groups).drawing_rank
+        )  # as a run
         for step in range(2):
             one_step(strategy, [make_batch(case.model, size, 10 * step + n) for n, size in enumerate((2, 1, 2))])
         return strategy.full_state_dict()

@@ -16,8 +16,8 @@ from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
 from tensor_parallel.cuts import cut_evenly
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import Column, Region, Row, plan_of
-from tests.models import build, make_batch
-from tests.parity import CPU, Case, message_of, one_step, strategy_of
+from tests.models import DEVICE, build, make_batch
+from tests.parity import Case, message_of, one_step, strategy_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -138,7 +138,7 @@ def refuse(mesh: str, model: str, plan, wanted: str) -> str:
     def cut():
         with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
             module = build(model)
-            parallelize(module, plan or plan_of(module, groups.mesh.model_size), groups, CPU, "--sequence" in wanted)
+            parallelize(module, plan or plan_of(module, groups.mesh.model_size), groups, DEVICE, "--sequence" in wanted)
 
     return message_of(UnsupportedError, cut)
 
