@@ -172,6 +172,8 @@ def serve(connection: Connection, config: RunConfig, place: dict[str, Any]) -> N
     schedule_as_batch()
     os.environ.update({name: str(value) for name, value in place.items()})
     models.DEVICE = joined(config).device
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        del os.environ[name]  # jobs are no restarts
     gc.freeze()  # what is imported by now is not looked through by each collection that follows
     while True:
         try:
