@@ -154,5 +154,5 @@ def pools(pytestconfig: pytest.Config) -> Iterator[Callable[[str], RankPool]]:
 @pytest.fixture
 def commands(pools: Callable[[str], RankPool], place: Place) -> Place:
     """Where commands run, which need the GPUs for themselves."""
-    pools("none")
+    pools(place.backends[0]).close()
     return place

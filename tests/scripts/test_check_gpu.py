@@ -217,7 +217,7 @@ def test_a_device_is_asked_for_by_its_own_number(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param("environment,backends,parity", marks=pytest.mark.slow),
+        pytest.param("environment,backends,parity,resume", marks=pytest.mark.slow),
         pytest.param(",".join(PARTS), marks=pytest.mark.exhaustive),
     ],
 )
