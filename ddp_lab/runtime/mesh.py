@@ -1,19 +1,16 @@
-"""The mesh: the ranks of a job, arranged in dimensions. `--mesh dp=2,tp=4` is two models, each cut over
-four ranks.
+"""The ranks of a job, arranged in dimensions: `--mesh dp=2,tp=4` is two models, each cut over four ranks.
+`Mesh` is arithmetic. `MeshGroups` are its process groups.
 
-Dimensions are named from the outermost to the innermost. Ranks that are neighbours in the innermost dimension have
-consecutive numbers, so they are on one node, where links are fast.
+Dimensions are named from the outermost to the innermost, whose ranks have consecutive numbers: they are on one node.
 
 - `dp`, or `replicate` and `shard`: ranks that see different samples. A data-parallel strategy runs over them. With
   `replicate` and `shard` it shards over the one and replicates over the other (HSDP).
-- `ep`: ranks that see different samples too, and hold each some of the experts of a mixture (`expert_parallel`). All
-  else is as if they were of `dp`. Ranks that differ in `dp` alone hold the same experts.
-- `pp`: ranks that see the same samples, and hold each a stage of the model, some of its layers (`pipeline_parallel`).
-- `cp`: ranks that see the same samples, each a part of their tokens (`context_parallel`). A data-parallel strategy runs
-  over them too: they hold the same part of the model, and each makes a part of its gradient.
+- `ep`: ranks that see different samples, too, and hold each some experts of a mixture (`expert_parallel`). Ranks that
+  differ in `dp` alone hold the same experts.
+- `pp`: ranks that see the same samples, and hold each a stage, some layers of the model (`pipeline_parallel`).
+- `cp`: ranks that see the same samples, each a part of their tokens (`context_parallel`). Each makes a part of the
+  gradient, so a data-parallel strategy runs over them, too.
 - `tp`: ranks that see the same samples, and hold each a part of the layers (`tensor_parallel`).
-
-`Mesh` is arithmetic. `MeshGroups` are its process groups.
 """
 
 import gc
