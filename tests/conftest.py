@@ -91,7 +91,7 @@ ON_ANY_PROCESSOR = {
 
 
 def is_long(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("slow", "exhaustive"))
+    return any(item.get_closest_marker(name) for name in ("slow", "exhaustive", "gpu"))
 
 
 @pytest.hookimpl(tryfirst=True)
