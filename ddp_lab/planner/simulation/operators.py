@@ -34,12 +34,14 @@ from ddp_lab.planner.costs.cluster import Host
 from ddp_lab.planner.simulation.clock import Clock, Flight
 from ddp_lab.planner.simulation.memory import MemoryTracker
 from ddp_lab.planner.simulation.network import CannotSimulate, StepObserver, holds_data
-from ddp_lab.planner.simulation.repeated import Known, Maker, key_of, known, namespace_of, pattern_of
+from ddp_lab.planner.simulation.repeated import Known, Maker, form_of, key_of, known, namespace_of, pattern_of
 
 aten = torch.ops.aten
 MOST_REAL = 2**22
 """Elements. A larger tensor is not computed, though it could be."""
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+small: set[tuple[Any, ...]] = set()
+"""Forms of operators and data whose answers have fewer: these need no simulation first."""
 COUNTING = frozenset((aten.empty, aten.zeros, aten.ones, aten.full, aten.arange))
 """Operators that make new tensors. If these are integers, they hold data."""
 ON_CUDA = {
@@ -148,11 +150,14 @@ class PretendedDevice(TorchDispatchMode):
     def _run_on_data(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.lift_fresh.default:
             return args[0]
-        if not func._schema.is_mutable and func is not aten._local_scalar_dense.default:
+        form: list[Any] = [id(func)]
+        is_known = form_of((*args, *kwargs.items()), [], form) and tuple(form) in small
+        if not (is_known or func._schema.is_mutable or func is aten._local_scalar_dense.default):
             try:
                 answer = func(*args, **kwargs)
                 if any(tensor.numel() > MOST_REAL for tensor in tensors_in((answer,))):
                     return answer
+                small.add(tuple(form))
             except UNSIMULATED:
                 pass  # it can be run on data alone
         with unset_fake_temporarily():

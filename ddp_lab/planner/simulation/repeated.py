@@ -17,6 +17,9 @@ from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs.calls import tensors_in
 
 CPU = torch.device("cpu")
+aten = torch.ops.aten
+ABSOLUTE = frozenset((aten.as_strided, aten.as_strided_, aten.set_, aten.resize_))
+"""Operators that place their answer in a storage, not in a tensor."""
 CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
@@ -26,7 +29,8 @@ class Made:
 
     Attributes:
         of: The tensor among the inputs whose storage it shares; None if it has one of its own.
-        needed: Bytes that this storage must have.
+        offset: Bytes from where that tensor begins; 0 without one.
+        needed: Bytes from there to its end.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +73,7 @@ def form_of(values: Iterable[Any], inputs: list[Tensor], form: list[Any]) -> boo
         kind = type(value)
         if kind is FakeTensor or kind is Tensor:
             inputs.append(value)
-            form += (kind, value.dtype, value.shape, value.stride(), value.storage_offset())
+            form += (kind, value.dtype, value.shape, value.stride())
             is_all = is_all and (kind is Tensor or value._fake_device == CPU)
         elif kind is list or kind is tuple:
             form.append(len(value))
@@ -95,6 +99,8 @@ def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: li
     kinds = {*map(type, inputs)}
     if Tensor in kinds and (FakeTensor not in kinds or func._schema.is_mutable):
         return None
+    if func.overloadpacket in ABSOLUTE:
+        form += [tensor.storage_offset() for tensor in inputs]
     return tuple(form)
 
 
@@ -120,7 +126,9 @@ def part_of_pattern(part: Any, inputs: Sequence[Tensor], places: Mapping[int, in
         of = places.get(storage._cdata)
         if of is None:
             made.add(storage._cdata)
-        return Made(tuple(part.shape), part.stride(), int(part.storage_offset()), part.dtype, of, needed_bytes(part))
+            return Made(tuple(part.shape), part.stride(), int(part.storage_offset()), part.dtype, None, 0)
+        offset = begin(part) - begin(inputs[of])
+        return Made(tuple(part.shape), part.stride(), offset, part.dtype, of, offset + extent(part))
     if type(part) in (list, tuple):
         return type(part)(part_of_pattern(item, inputs, places, made) for item in part)
     if type(part) not in CONSTANTS:
@@ -128,12 +136,17 @@ def part_of_pattern(part: Any, inputs: Sequence[Tensor], places: Mapping[int, in
     return part
 
 
-def needed_bytes(tensor: Tensor) -> int:
-    """From the beginning of its storage."""
+def begin(tensor: Tensor) -> int:
+    """In bytes of its storage."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def extent(tensor: Tensor) -> int:
+    """Bytes from its first to its last element."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()
 
 
 class Maker:
@@ -160,11 +173,12 @@ class Maker:
             if made.of is None:
                 plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
             else:
-                storage = inputs[made.of].untyped_storage()
-                if storage.nbytes() < made.needed:
+                storage, first = inputs[made.of].untyped_storage(), begin(inputs[made.of])
+                offset, rest = divmod(first + made.offset, made.dtype.itemsize)
+                if rest or storage.nbytes() < first + made.needed:
                     return NotImplemented
                 plain = torch.empty((), dtype=made.dtype, device="meta")
-                plain.set_(storage, made.offset, made.shape, made.stride)
+                plain.set_(storage, offset, made.shape, made.stride)
             tensor = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=CPU)
             torch._C._set_throw_on_mutable_data_ptr(tensor)
         vars(tensor).update(self._attributes)
