@@ -30,6 +30,7 @@ from ddp_lab.planner.simulation.side_by_side import side_by_side
 from ddp_lab.planner.simulation.streams import Streams, pretended_streams
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import train
+from ddp_lab.runtime.mesh import PIPELINE
 from ddp_lab.strategy.batches import StepData, sample_count
 from ddp_lab.strategy.exchange import Exchange
 from ddp_lab.strategy.strategy import Strategy
@@ -158,8 +159,12 @@ class Simulation:
         """Run until the strategy has settled, and then the step that counts."""
         clock, observer, strategy = self.clock, self.observer, self.strategy
         assert strategy is not None
-        data = StepData(sum(map(sample_count, self.micro_batches)), self.micro_batches)
-        waits, clip = max(1, strategy.settling_steps), self.setting.config.clip_grad_norm
+        config, batches = self.setting.config, self.micro_batches
+        data = StepData(sum(map(sample_count, batches)), batches)
+        # It settles with one micro-batch, or with as many as the interleaved schedule needs.
+        few = batches[: config.degree(PIPELINE) if config.stages_per_rank > 1 else 1]
+        settling = StepData(sum(map(sample_count, few)), few)
+        waits = max(1, strategy.settling_steps)
         for step in range(waits + 1):
             if step == waits:
                 strategy.steps.tell(data)  # as the step before does in a run
@@ -168,7 +173,7 @@ class Simulation:
                 self._sort_memory()
                 self.memory.start()
                 begin, self.begins_at = clock.readings, len(clock.notes)
-            train(strategy, [data], observer, clip)
+            train(strategy, [data if step == waits else settling], observer, config.clip_grad_norm)
         end = clock.readings
         self._sort_memory()
         step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))
