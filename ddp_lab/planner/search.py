@@ -52,6 +52,8 @@ MOST = 150
 LEAST = 0.9
 """Of the compute of other settings with the same layers on a rank: products have other shapes in a pipeline, and a rank
 updates fewer parameters."""
+BYTES_OF_A_LOGIT = 14
+"""At most: in half precision and as fp32, each with its gradient, and two more."""
 SURE = 0.9
 """Of the activations that a sample took elsewhere: so many it takes here at least."""
 
@@ -235,6 +237,7 @@ class Search:
         self._space, self.elements = space, space.cases[0].model.elements()
         self._activations: dict[object, tuple[int, float]] = {}  # bytes of a sample, in the largest micro-batch so far
         self._computed: dict[object, tuple[int, float]] = {}  # micro-batches of a step, and seconds of compute at least
+        self._without_room: dict[str, float] = {}
         self.best: Outcome | None = None
         self.left_out: dict[object, str] = {}
 
@@ -293,20 +296,27 @@ class Search:
         return LEAST * compute_s / (1 - bubble(case))
 
     def is_needless(self, case: Case, least_s: float) -> bool:
-        """Whether it cannot win; or is one of a search's many pipelines, though something fits without one."""
+        """Whether it cannot win; or is one of many pipelines that has no room, or of a search's many pipelines, though
+        something fits without one."""
+        searches, is_one_of_many = self._space.searches, case.config.has_stages and self._space.any_mesh
+        if is_one_of_many and self.least_peak(case) > case.usable_bytes:
+            return True
         if self.best is None:
             return False
-        searches, has_stages = self._space.searches, case.config.has_stages
-        is_one_of_many = searches and has_stages and self._space.any_mesh
-        return is_one_of_many or least_s > self.best.step_s / (WORTH if searches else 1.0)
+        return (searches and is_one_of_many) or least_s > self.best.step_s / (WORTH if searches else 1.0)
 
     def leave_out(self, case: Case, least_s: float) -> None:
-        if not (case.config.has_stages and self._space.any_mesh and self.best):
+        if not (case.config.has_stages and self._space.any_mesh):
             return
-        if self._space.searches:
+        if (peak := self.least_peak(case)) > case.usable_bytes:
+            self._without_room[case.name] = peak
+            least, most = (f"{held / GIB:,.0f} GiB" for held in (min(self._without_room.values()), case.usable_bytes))
+            why = f"states and activations are at least {least}, and {most} can be used"
+            self.left_out["room"] = f"{', '.join(self._without_room)}: {why}"
+        elif self.best and self._space.searches:
             example = f"--mesh {case.mesh} searches one"
             self.left_out["pipelines"] = f"pipelines, each of which takes as long as all else; {example}"
-        else:
+        elif self.best:
             self.left_out[str(case.mesh)] = (
                 f"{case.mesh}: its bubble of {bubble(case):.0%} makes a step at least {least_s * 1e3:,.0f} ms, and "
                 f"{self.best.case.name} takes {self.best.step_s * 1e3:,.0f} ms"
@@ -323,14 +333,21 @@ class Search:
             self._activations[key] = micro, simulated.memory.at_peak.get("activations", 0) / micro
             self._computed[key] = case.config.grad_accum_steps, min(simulated.compute_s, compute_s)
 
-    def may_fit(self, case: Case) -> bool:
-        """Whether there may be room for states and activations. Gradients of the first micro-batch come when
-        activations go."""
-        states = dict(least_states(case, self.elements))
-        if case.config.grad_accum_steps == 1:
+    def least_peak(self, case: Case) -> float:
+        """Bytes of states and activations at least. Gradients of the first micro-batch come when activations go. The
+        first rank of a pipeline holds micro-batches for each rank behind it, and no logits."""
+        states, steps, ranks = (
+            dict(least_states(case, self.elements)),
+            case.config.grad_accum_steps,
+            case.degree(PIPELINE),
+        )
+        if steps == 1:
             states.pop("gradients", None)
         of_a_sample = self._activations.get(alike(case), (0, 0.0))[1]
-        return sum(states.values()) + SURE * of_a_sample * case.micro_batch_size <= case.usable_bytes
+        if ranks > 1:
+            logits = case.sequence_length * getattr(case.model.configuration(), "vocab_size", 0)
+            of_a_sample = max(0.0, of_a_sample - BYTES_OF_A_LOGIT * logits) * min(steps, ranks) / ranks
+        return sum(states.values()) + SURE * of_a_sample * case.micro_batch_size
 
     def smaller(self, case: Case) -> list[Case]:
         """The case with each smaller micro-batch, the largest first."""
@@ -343,7 +360,7 @@ class Search:
     def with_room(self, case: Case) -> Case:
         """The case, or with a smaller micro-batch: the largest that may fit, or of one sample."""
         tried = [case, *self.smaller(case)]
-        return next((each for each in tried if self.may_fit(each)), tried[-1])
+        return next((each for each in tried if self.least_peak(each) <= each.usable_bytes), tried[-1])
 
     def leaner(self, found: Outcome) -> Iterator[Case]:
         """What holds less, one change away: the next level of recomputation (also the next that is compiled alike), and
