@@ -77,7 +77,7 @@ class Zero1(ShardedStrategy):
         if self.steps.reduces_now and not bucket.missing:
             for next_bucket in self.order.ready(bucket):
                 self.start_reduction(next_bucket)
-        elif self.steps.counts_gradients and behind in bucket.moves_at:
+        elif behind in bucket.moves_at:
             bucket.collect()
         return not bucket.missing
 
