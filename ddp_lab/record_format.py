@@ -173,7 +173,7 @@ class RunRecord(RunEnd, kw_only=True):
     """with `ep`, for each optimizer step and layer how many tokens of the global batch chose each expert; null for
     steps before the run resumed; null without `ep`"""
     step_loss_scale: list[float | None] | None = None
-    """in fp16 the loss scale of each optimizer step ([loss_scaling.md](how-it-works/loss_scaling.md)), null for
+    """in fp16 the loss scale of each optimizer step ([precision.md](how-it-works/precision.md#loss-scaling)), null for
     steps before the run resumed; null in other precisions"""
     skipped_steps: list[Count] = []
     """numbers, from 0, of the optimizer steps that overflowed in fp16 and changed nothing; they count as steps, and

@@ -89,7 +89,7 @@ class StrategyOptions:
     precision: str = _precision(
         FP32,
         "bf16 and fp16 are autocast over fp32 master states, fp16 with a dynamic loss scale "
-        "(docs/how-it-works/loss_scaling.md); bf16-true keeps all in bf16, optimizer states too: lossy",
+        "(docs/how-it-works/precision.md); bf16-true keeps all in bf16, optimizer states too: lossy",
         choices=PRECISIONS,
         affects=EVERYTHING,
         head={

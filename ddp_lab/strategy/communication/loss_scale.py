@@ -1,4 +1,4 @@
-"""The dynamic loss scale of fp16, as `torch.amp.GradScaler` has it (docs/how-it-works/loss_scaling.md).
+"""The dynamic loss scale of fp16, as `torch.amp.GradScaler` has it (docs/how-it-works/precision.md).
 
 Losses are multiplied by the scale before backward, so that small gradients do not become 0 in fp16, and gradients are
 divided by it when they are reduced. A step whose gradients are not finite on some rank changes nothing on any rank, and
