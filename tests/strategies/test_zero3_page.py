@@ -53,8 +53,8 @@ def a_step(choice: str, micro_batches: int) -> tuple[int, int, list[Any]]:
 @each_row("choice, micro_batches", [("zero3", 1), ("zero3", 2), (PLAIN, 2)])
 def test_root_and_two_blocks_are_whole_when_the_page_says(ranks: RankPool, choice, micro_batches):
     assert "the gather of unit i + 1 starts" in PAGE and "starts to gather unit i - 1." in PAGE
-    assert "is waited for when backward comes to unit i - 2." in PAGE
-    assert "In flight together are at most the gather of one unit and the reduce-scatters of two others." in PAGE
+    assert "The rank waits for it when backward comes to unit i - 2," in PAGE
+    assert "At most the gather of one unit and the reduce-scatters of two others are in flight together." in PAGE
     for root, block, moments in ranks.run(2, a_step, choice, micro_batches):
         *_, coming, reduced, full, beyond_rest = zip(*moments, strict=True)
         assert (max(map(len, coming)), max(map(len, reduced))) == (1, 2)
