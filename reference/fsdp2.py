@@ -114,7 +114,7 @@ class FSDP2(Strategy):
         given = {id(tensor) for tensor in tensors}
         for name, leaf in self.whole_parameters.items():
             if id(leaf) in given:  # its backward would crash the process
-                raise UnsupportedError(f"forward answers with parameter {name} itself, which FSDP2 cannot; add 0 to it")
+                raise UnsupportedError(f"forward returns parameter {name} itself, which FSDP2 cannot; add 0 to it")
         if not torch.is_grad_enabled():
             for unit in self.units:
                 unit.reshard()  # otherwise backward does it

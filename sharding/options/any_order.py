@@ -130,7 +130,7 @@ class Zero3InAnyOrder(Zero3):
 
     def after_forward(self, output: Any) -> None:
         if any(tensor.untyped_storage()._cdata in self.storages for tensor in tensors_in(output)):
-            raise OneRankError("forward answers with a parameter or a view of one, which zero3 frees; add 0 to it")
+            raise OneRankError("forward returns a parameter or a view of one, which zero3 frees; add 0 to it")
         self.schedule.issue_rest()
         while self.meets and self.meet(None):  # until the forward passes of other ranks are over, too
             pass

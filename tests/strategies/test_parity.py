@@ -153,7 +153,7 @@ def test_every_pair_of_settings(ranks: RankPool, tmp_path: Path, choice: str, mo
         fixed |= {"split": ["even", "uneven", "own loop"]}
     if (
         choice == "zero3" and model in BRANCHES
-    ):  # of several units some orders of branches are refused (own-loop-limits.md)
+    ):  # of several units some orders of branches are refused (docs/own-loop.md)
         fixed |= {"bucket_cap_mb": [25.0, "auto"]}
     made = pairwise(FACTORS | fixed, is_allowed)
     check_each(ranks, [case_of(row) for row in made], tmp_path)

@@ -199,14 +199,14 @@ def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], d
     if not 0 <= count < math.inf:
         raise UserError(f"--workload {name}: count is {count:g} for a batch; it must be a number of at least 0")
     batch = {key: value.to(device) for key, value in batch.items()}
-    hint = "" if workload.loss else "without a loss in Workload, the model gets the whole batch and answers with .loss"
+    hint = "" if workload.loss else "without a loss in Workload, the model gets the whole batch and must return .loss"
     with in_one_line(f"--workload {name}: model, on a batch of {', '.join(batch)}", hint):
         output = model(**batch)
     loss = getattr(output, "loss", None)
     if loss is None:
         raise UserError(
-            f"--workload {name}: the model answers with {_kind(output)} without .loss; give Workload a loss, or answer "
-            "with an object that has .loss"
+            f"--workload {name}: the model returns {_kind(output)} without .loss; give Workload a loss, or return "
+            "an object that has .loss"
         )
     if not isinstance(loss, Tensor) or loss.ndim:
         raise UserError(

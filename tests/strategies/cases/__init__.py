@@ -22,7 +22,7 @@ BY_RANK = ("control flow by rank", "accumulation, control flow by rank", "expert
 
 
 class Refusal(NamedTuple):
-    """What these choices say to these cases, on every rank. docs/own-loop-limits.md has a row for each."""
+    """What these choices say to these cases, on every rank. docs/own-loop.md has a row for each."""
 
     cases: set[str]
     choices: set[str]
@@ -45,8 +45,8 @@ REFUSALS = [
     ),
     Refusal({"weights of another block"}, FSDP2, "got mixed torch.Tensor and DTensor"),
     Refusal({"a penalty outside of forward"}, {"pytorch_zero3"}, "got mixed torch.Tensor and DTensor"),
-    Refusal({"a parameter as an output"}, {"zero3"}, "forward answers with a parameter or a view of one"),
-    Refusal({"a parameter as an output"}, FSDP2, "forward answers with parameter scale itself"),
+    Refusal({"a parameter as an output"}, {"zero3"}, "forward returns a parameter or a view of one"),
+    Refusal({"a parameter as an output"}, FSDP2, "forward returns parameter scale itself"),
     Refusal({"gradients that are never dropped"}, ZERO, "gradients of the step before are still here"),
     Refusal({"data is replaced"}, {"zero1", "zero2"}, "was replaced since the strategy was built"),
     Refusal({"data is replaced"}, {"zero3"}, "was replaced between steps"),

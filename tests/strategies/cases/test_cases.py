@@ -40,7 +40,7 @@ def test_all_as_one_process(ranks: RankPool, choice, subject):
 
 
 def check(ranks: RankPool, name: str, choice: str, world_size: int, cap_mb: float):
-    if (name, choice) in WRONG:  # PyTorch's own, which says nothing: docs/own-loop-limits.md
+    if (name, choice) in WRONG:  # PyTorch's own, which says nothing: docs/own-loop.md
         return
     outcomes = ranks.run(world_size, on_a_rank_by_name, name, choice, cap_mb)
     wanted = refusal(name, choice)

@@ -1,4 +1,4 @@
-"""docs/own-loop-limits.md and the refusals that the cases hold."""
+"""docs/own-loop.md and the refusals that the cases hold."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tests.strategies.cases import CASES, REFUSALS, WRONG
 
 
 def test_each_refusal_is_documented():
-    rows = [line for line in Path("docs/own-loop-limits.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [line for line in Path("docs/own-loop.md").read_text().splitlines() if line.startswith("| ")]
     for refusal in REFUSALS:
         assert any(f"`{refusal.says}`" in row for row in rows), refusal
 
