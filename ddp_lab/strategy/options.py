@@ -149,7 +149,7 @@ class StrategyOptions:
     loss_chunks: int = _memory(
         1,
         "causal-lm: compute head and loss for so many parts of a micro-batch's tokens one after the other, so that "
-        "only these logits exist at a time (docs/language-models.md)",
+        "only these logits exist at a time (docs/own-workload.md)",
         excludes=(
             above_one(TENSOR, CONTEXT).because("over whose ranks a loss is cut already"),
             EXPERTS,

@@ -1,5 +1,5 @@
 """Causal language modelling: a model of any architecture, and text as packed sequences of tokens
-(docs/language-models.md)."""
+(docs/own-workload.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

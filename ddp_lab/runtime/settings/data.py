@@ -69,7 +69,7 @@ class DataSettings:
     choice: str = _data("", "the strategy to train with", metavar="NAME", resume=MAY_DIFFER)
     task: str = _data(
         CLASSIFICATION,
-        "what --model learns from --dataset (docs/language-models.md)",
+        "what --model learns from --dataset (docs/own-workload.md)",
         choices=TASKS,
         affects=EVERYTHING,
     )
