@@ -11,8 +11,8 @@ import msgspec
 
 from ddp_lab import planner
 from ddp_lab.planner.command import build_parser
+from ddp_lab.planner.outcome import outcome
 from ddp_lab.planner.plan import case_of
-from ddp_lab.planner.search import outcome
 from ddp_lab.planner.space import Case, required
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error, unknown_name
 from ddp_lab.runtime.errors import UserError

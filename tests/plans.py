@@ -3,8 +3,8 @@
 from ddp_lab.planner import models
 from ddp_lab.planner.contracts import MemoryCurve, Simulated
 from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.outcome import Outcome
 from ddp_lab.planner.rates import Price
-from ddp_lab.planner.search import Outcome
 from ddp_lab.planner.space import Case
 from ddp_lab.runtime.config import RunConfig
 

@@ -9,8 +9,9 @@ from typing import Any
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.links import LINK_ERROR
 from ddp_lab.planner.models import IMAGES, SAMPLES, TOKENS
+from ddp_lab.planner.outcome import Outcome
 from ddp_lab.planner.rates import best_interval, checkpoint_bytes
-from ddp_lab.planner.search import TIGHT, Outcome
+from ddp_lab.planner.search import TIGHT
 from ddp_lab.planner.space import GIB, Case, Space, entrypoints
 from ddp_lab.planner.table import HOUR_S, interval, note, rates
 from ddp_lab.runtime.config import RunConfig

@@ -65,8 +65,9 @@ def simulated_stages(
 ) -> tuple[float, int, float, dict[str, tuple[str, list[float]]]]:
     """Parameters of a rank's part of the model, ranks that share them, bytes of a device; and by stage the choice that
     was simulated for it, with what it holds by component and in all."""
+    from ddp_lab.planner.outcome import simulating
     from ddp_lab.planner.plan import searched, space_of
-    from ddp_lab.planner.search import Search, shares, simulating
+    from ddp_lab.planner.search import Search, shares
     from ddp_lab.planner.space import entrypoints
 
     space = space_of(options)

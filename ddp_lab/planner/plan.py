@@ -14,8 +14,9 @@ from ddp_lab.analysis.files import write_csv
 from ddp_lab.planner import findings, models
 from ddp_lab.planner.command import AS_THE_RUNNERS, SIZES
 from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.outcome import Outcome, Simulate, simulating
 from ddp_lab.planner.rates import Price, listed_price
-from ddp_lab.planner.search import Outcome, Search, Simulate, simulating
+from ddp_lab.planner.search import Search
 from ddp_lab.planner.space import ALONE, SEARCHED, WITH_DIMENSION, Case, Space, filled, on_all_meshes, required
 from ddp_lab.planner.table import framed, printed
 from ddp_lab.progress import long_work

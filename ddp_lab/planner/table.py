@@ -12,8 +12,8 @@ from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.metrics.utilization import dtype_of
 from ddp_lab.planner.contracts import COMPONENTS, Costs, Simulated
 from ddp_lab.planner.costs.links import LINK_ERROR
+from ddp_lab.planner.outcome import Outcome
 from ddp_lab.planner.rates import flops_of_a_sample
-from ddp_lab.planner.search import Outcome
 from ddp_lab.planner.space import Case
 
 GIB = 1 / 2**30

@@ -8,7 +8,8 @@ import pytest
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.search import Search, outcome
+from ddp_lab.planner.outcome import outcome
+from ddp_lab.planner.search import Search
 from ddp_lab.planner.space import WITH_DIMENSION, Space, all_meshes, filled, on_all_meshes, required
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError

@@ -16,8 +16,8 @@ from ddp_lab.planner import command as script
 from ddp_lab.planner import models, plan, search
 from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.findings import reasons, recommended, runner_command
+from ddp_lab.planner.outcome import Outcome, simulating
 from ddp_lab.planner.rates import best_interval, flops_of_a_sample, multiplied
-from ddp_lab.planner.search import Outcome, simulating
 from ddp_lab.planner.space import REGISTRIES
 from ddp_lab.planner.table import PLAN_COLUMNS, interval, row
 from ddp_lab.runtime.data.masks import read_no_masks

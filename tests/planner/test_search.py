@@ -9,8 +9,9 @@ from ddp_lab.planner import command as script
 from ddp_lab.planner import models
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.findings import front, recommended
+from ddp_lab.planner.outcome import Outcome, simulate_step
 from ddp_lab.planner.plan import near
-from ddp_lab.planner.search import Outcome, Search, simulate_step
+from ddp_lab.planner.search import Search
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.planner.space import Case, Space
 from ddp_lab.runtime.config import RunConfig

@@ -16,7 +16,7 @@ from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import card, hardware
 from ddp_lab.planner.costs.card import SIZES, Sizes, on_memory
 from ddp_lab.planner.costs.hardware import Entry, filled, table
-from ddp_lab.planner.search import simulate_step
+from ddp_lab.planner.outcome import simulate_step
 from ddp_lab.planner.space import Case
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.untrusted import fitted
