@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.links import LINK_ERROR
-from ddp_lab.planner.models import IMAGES, SAMPLES, TOKENS
+from ddp_lab.planner.model import IMAGES, SAMPLES, TOKENS
 from ddp_lab.planner.outcome import Outcome
 from ddp_lab.planner.rates import best_interval, checkpoint_bytes
 from ddp_lab.planner.search import TIGHT

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ddp_lab.planner.contracts import MemoryCurve, Simulated
-from ddp_lab.planner.models import alike_layers
+from ddp_lab.planner.model import alike_layers
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.planner.space import GIB, REGISTRIES, Case
 from ddp_lab.runtime.errors import UserError

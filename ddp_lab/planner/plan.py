@@ -14,6 +14,7 @@ from ddp_lab.analysis.files import write_csv
 from ddp_lab.planner import findings, models
 from ddp_lab.planner.command import AS_THE_RUNNERS, SIZES
 from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.model import TOKENS, Model
 from ddp_lab.planner.outcome import Outcome, Simulate, simulating
 from ddp_lab.planner.rates import Price, listed_price
 from ddp_lab.planner.search import Search
@@ -195,7 +196,7 @@ def case_of(options: argparse.Namespace) -> Case:
     return Case(model, cluster, config, options.sequence_length, price, options.tokens, options.contention)
 
 
-def chosen_model(options: argparse.Namespace) -> models.Model:
+def chosen_model(options: argparse.Namespace) -> Model:
     """The model that these flags name, for the task that they name.
 
     Raises:
@@ -221,6 +222,6 @@ def chosen_model(options: argparse.Namespace) -> models.Model:
         model = models.from_sizes(**sizes)
     if options.task == CLASSIFICATION:
         return model
-    if model.kind != models.TOKENS:
+    if model.kind != TOKENS:
         raise UserError(f"--task {CAUSAL_LM}: {model.name} takes {model.kind}; leave the flag out")
     return models.checked(replace(model, task=CAUSAL_LM))

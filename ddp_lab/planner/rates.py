@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ddp_lab.planner.accounting import PRECISIONS
-from ddp_lab.planner.models import TOKENS, Model, skeleton
+from ddp_lab.planner.model import TOKENS, Model, skeleton
 from ddp_lab.runtime.records.flops import model_flops
 
 TABLE = Path(__file__).with_name("prices.toml")

@@ -15,7 +15,7 @@ from ddp_lab.planner.contracts import Costs, Setting
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.costs.hardware import outside_bytes
 from ddp_lab.planner.costs.links import costs_of
-from ddp_lab.planner.models import Model
+from ddp_lab.planner.model import Model
 from ddp_lab.planner.rates import Price
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.config import RunConfig, labelled

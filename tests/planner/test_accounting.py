@@ -10,6 +10,7 @@ from transformers import (
 
 from ddp_lab.planner import command, models
 from ddp_lab.planner.accounting import STAGES, formula, least_ranks, state_bytes
+from ddp_lab.planner.model import TOKENS
 from ddp_lab.strategy.account import ModelSize, expected_state_bytes
 from tests.in_process import run_in_process
 from tests.tables import each_row
@@ -54,7 +55,7 @@ def test_published_models(name):
     assert model.parameters is not None
     if model.parameters < LARGEST_BUILT or model.type in MIXTURES:
         with torch.device("meta"):
-            if model.kind == models.TOKENS:
+            if model.kind == TOKENS:
                 module = AutoModelForCausalLM.from_config(model.configuration())
             else:
                 module = AutoModelForImageClassification.from_config(model.configuration(num_labels=1000))

@@ -13,9 +13,10 @@ import torch
 
 import sharding
 from ddp_lab.planner import command as script
-from ddp_lab.planner import models, plan, search
+from ddp_lab.planner import models, plan
 from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.findings import reasons, recommended, runner_command
+from ddp_lab.planner.model import Model
 from ddp_lab.planner.outcome import Outcome, simulating
 from ddp_lab.planner.rates import best_interval, flops_of_a_sample, multiplied
 from ddp_lab.planner.space import REGISTRIES
@@ -47,7 +48,7 @@ def test_simulations_of_a_process_that_has_threads(monkeypatch):
     torch.set_num_threads(2)
     try:
         assert elements() == 2**20
-        monkeypatch.setattr(search, "outcome", elements)
+        monkeypatch.setattr("ddp_lab.planner.outcome.outcome", elements)
         with simulating(2) as simulate:
             assert list(simulate([case()] * 2)) == [2**20] * 2  # type: ignore[comparison-overlap]
     finally:
@@ -88,7 +89,7 @@ def test_flops_by_formula_are_those_of_a_run(type, task, kv_heads):
     read_no_masks()
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
     more = {} if type == "gpt2" else {"intermediate_size": 96}
-    model = models.Model("tiny", type, {**shape, **more, "vocab_size": 200}, task=task)
+    model = Model("tiny", type, {**shape, **more, "vocab_size": 200}, task=task)
     counted = model_flops(model.build(), model.micro_batches(1, 2, 32)[0])
     assert counted is not None and counted == pytest.approx(flops_of_a_sample(model, 32), rel=2e-3)
 
@@ -105,12 +106,10 @@ def test_of_experts_those_count_that_a_token_gets(type, experts, alike):
     """Two of eight as wide as one of twice the width, and the router."""
     both = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     both["vocab_size"] = 200
-    mixture = models.Model("m", type, {**both, **experts, "num_experts_per_tok": 2}, task="causal-lm")
-    dense = flops_of_a_sample(models.Model("d", "llama", {**both, **alike}, task="causal-lm"), 32)
+    mixture = Model("m", type, {**both, **experts, "num_experts_per_tok": 2}, task="causal-lm")
+    dense = flops_of_a_sample(Model("d", "llama", {**both, **alike}, task="causal-lm"), 32)
     assert dense and flops_of_a_sample(mixture, 32) == dense + 32 * 6 * 2 * 64 * 8
-    unsaid = models.Model(
-        "u", "granitemoe", {**both, "intermediate_size": 96, "num_local_experts": 8}, task="causal-lm"
-    )
+    unsaid = Model("u", "granitemoe", {**both, "intermediate_size": 96, "num_local_experts": 8}, task="causal-lm")
     assert multiplied(unsaid.build(), None) is None
 
 

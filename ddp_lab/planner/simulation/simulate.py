@@ -19,7 +19,7 @@ from ddp_lab.planner.contracts import MODEL_STATES, Costs, Setting, Simulated
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.costs.links import LinkCosts
-from ddp_lab.planner.models import first_line
+from ddp_lab.planner.model import first_line
 from ddp_lab.planner.simulation.clock import Clock
 from ddp_lab.planner.simulation.memory import HOST, MemoryTracker
 from ddp_lab.planner.simulation.meshed import Forms, evenly_routed, groups_of, load, on_mesh, pipeline_of, speaker
