@@ -1,7 +1,6 @@
 """What a reader must know of a plan besides its table, in sentences: which case to take and why, what would make others
 fit or be faster, and how sure all that is."""
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +12,7 @@ from ddp_lab.planner.outcome import Outcome
 from ddp_lab.planner.rates import best_interval, checkpoint_bytes
 from ddp_lab.planner.search import TIGHT
 from ddp_lab.planner.space import GIB, Case, Space, entrypoints
-from ddp_lab.planner.table import HOUR_S, interval, note, rates
-from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
+from ddp_lab.planner.table import HOUR_S, interval, note, rates, runner_command
 from ddp_lab.runtime.errors import UserError, listed
 from ddp_lab.runtime.settings.data import CAUSAL_LM
 from ddp_lab.runtime.settings.field import flag_name
@@ -29,8 +26,6 @@ AMPLE = 0.2
 MOST_ROWS = 10
 NAMED = ("mesh", "lora_rank", "param_dtype", "reduce_dtype", "activation_checkpointing", "loss_chunks", "offload")
 """Settings that the headline names where they are given."""
-ALWAYS = ("choice", "task", "model", "global_batch_size", "grad_accum_steps", "precision")
-"""Settings that the command of a run names though they are the runner's defaults."""
 LEANEST = "zero3"
 MORE_DEVICES = (2, 4, 8)
 CHUNKS = 8
@@ -304,24 +299,3 @@ def certainty(space: Space) -> list[str]:
         *lines,
         f"Price: ${price.amount:g} an hour for each device ({price.source})." if price else f"Price: {said}",
     ]
-
-
-def runner_command(case: Case) -> str:
-    """Starts all ranks of one node. `HOST`, `MODEL` and `DATASET` are left to the reader: the address of the first
-    node, a model that has no name, and what it is trained on."""
-    cluster, model = case.cluster, case.model
-    tokens = case.sequence_length if model.task == CAUSAL_LM else None
-    name = "MODEL" if " " in model.name or model.kind == IMAGES else model.name
-    is_workload = name in BUILT_IN_LANGUAGE or model.kind == SAMPLES
-    named = {"workload": name} if is_workload else {"model": name}
-    if tokens and not is_workload:
-        named["dataset"] = "DATASET"
-    config = case.config.but(task=model.task, sequence_length=tokens, **named)
-    several = [f"--nnodes={cluster.nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
-    words = ["torchrun", *(several if cluster.nodes > 1 else ["--standalone"])]
-    words += [f"--nproc_per_node={cluster.ranks_per_node}", case.entrypoint]
-    plain = RunConfig().as_dict()
-    for setting, value in config.as_dict().items():
-        if value != plain[setting] or (setting in ALWAYS and value is not None):
-            words += [flag_name(setting), *[str(value)] * (value is not True)]
-    return "uv run " + shlex.join(words)

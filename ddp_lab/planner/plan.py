@@ -19,7 +19,7 @@ from ddp_lab.planner.outcome import Outcome, Simulate, simulating
 from ddp_lab.planner.rates import Price, listed_price
 from ddp_lab.planner.search import Search
 from ddp_lab.planner.space import ALONE, SEARCHED, WITH_DIMENSION, Case, Space, filled, on_all_meshes, required
-from ddp_lab.planner.table import framed, printed
+from ddp_lab.planner.table import framed, printed, runner_command
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
@@ -89,7 +89,7 @@ def compare_devices(options: argparse.Namespace, console: Console) -> None:
     if costs:
         cheapest = list(best_on)[int(frame[costs].argmin())]
         console.print(f"Cheapest that fits: {cheapest}.")
-        console.print(f"Run it: {findings.runner_command(best_on[cheapest].case)}", soft_wrap=True, markup=False)
+        console.print(f"Run it: {runner_command(best_on[cheapest].case)}", soft_wrap=True, markup=False)
     if options.csv is not None:
         write_csv(options.csv, frame)
 

@@ -1,5 +1,7 @@
-"""The table of a plan, a row for each outcome: on the terminal, and in the CSV that `docs/command-line.md` explains."""
+"""The table of a plan, a row for each outcome: on the terminal, and in the CSV that `docs/command-line.md` explains; and
+the command that runs a case."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -12,12 +14,19 @@ from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.metrics.utilization import dtype_of
 from ddp_lab.planner.contracts import COMPONENTS, Costs, Simulated
 from ddp_lab.planner.costs.links import LINK_ERROR
+from ddp_lab.planner.model import IMAGES, SAMPLES
 from ddp_lab.planner.outcome import Outcome
 from ddp_lab.planner.rates import flops_of_a_sample
 from ddp_lab.planner.space import Case
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.workloads import BUILT_IN_LANGUAGE
+from ddp_lab.runtime.settings.data import CAUSAL_LM
+from ddp_lab.runtime.settings.field import flag_name
 
 GIB = 1 / 2**30
 HOUR_S = 3600
+ALWAYS = ("choice", "task", "model", "global_batch_size", "grad_accum_steps", "precision")
+"""Settings that the command of a run names though they are the runner's defaults."""
 
 
 def gib(label: str, meaning: str) -> Column:
@@ -180,3 +189,24 @@ def printed(frame: pd.DataFrame) -> Table:
     for texts in zip(*(cells[name][2:] for name in sorted(shown, key=list(PLAN_COLUMNS).index)), strict=True):
         table.add_row(*texts)
     return table
+
+
+def runner_command(case: Case) -> str:
+    """Starts all ranks of one node. `HOST`, `MODEL` and `DATASET` are left to the reader: the address of the first
+    node, a model that has no name, and what it is trained on."""
+    cluster, model = case.cluster, case.model
+    tokens = case.sequence_length if model.task == CAUSAL_LM else None
+    name = "MODEL" if " " in model.name or model.kind == IMAGES else model.name
+    is_workload = name in BUILT_IN_LANGUAGE or model.kind == SAMPLES
+    named = {"workload": name} if is_workload else {"model": name}
+    if tokens and not is_workload:
+        named["dataset"] = "DATASET"
+    config = case.config.but(task=model.task, sequence_length=tokens, **named)
+    several = [f"--nnodes={cluster.nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
+    words = ["torchrun", *(several if cluster.nodes > 1 else ["--standalone"])]
+    words += [f"--nproc_per_node={cluster.ranks_per_node}", case.entrypoint]
+    plain = RunConfig().as_dict()
+    for setting, value in config.as_dict().items():
+        if value != plain[setting] or (setting in ALWAYS and value is not None):
+            words += [flag_name(setting), *[str(value)] * (value is not True)]
+    return "uv run " + shlex.join(words)

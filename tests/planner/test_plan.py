@@ -15,12 +15,12 @@ import sharding
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models, plan
 from ddp_lab.planner.contracts import Costs
-from ddp_lab.planner.findings import reasons, recommended, runner_command
+from ddp_lab.planner.findings import reasons, recommended
 from ddp_lab.planner.model import Model
 from ddp_lab.planner.outcome import Outcome, simulating
 from ddp_lab.planner.rates import best_interval, flops_of_a_sample, multiplied
 from ddp_lab.planner.space import REGISTRIES
-from ddp_lab.planner.table import PLAN_COLUMNS, interval, row
+from ddp_lab.planner.table import PLAN_COLUMNS, interval, row, runner_command
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
 from ddp_lab.runtime.records.flops import model_flops
