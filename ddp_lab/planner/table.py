@@ -1,4 +1,4 @@
-"""The table of a plan, a row for each outcome: on the terminal, and in the CSV that `docs/command-line.md` explains; and
+"""The table of a plan, a row for each outcome: on the terminal, and in the CSV that `docs/command-line.md` explains. And
 the command that runs a case."""
 
 import shlex
