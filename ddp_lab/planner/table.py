@@ -1,5 +1,5 @@
-"""The table of a plan, a row for each outcome: on the terminal, and in the CSV that `docs/command-line.md` explains. And
-the command that runs a case."""
+"""The table of a plan, a row for each outcome: on the terminal, and in the CSV that `docs/command-line.md` explains;
+and the command that runs a case."""
 
 import shlex
 from collections.abc import Mapping, Sequence
