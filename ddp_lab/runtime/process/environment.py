@@ -3,7 +3,7 @@ policy, and standard output and error that may be closed, full, or gone with the
 
 A Gloo thread that wakes up preempts the running thread. If that one holds the lock of a connection, Gloo spins on the
 lock for milliseconds. Under Linux's batch policy a thread that wakes up waits for its turn, and steps with many small
-messages take half as long (docs/findings.md). With a GPU the policy stays as it is.
+messages take half as long (docs/results.md). With a GPU the policy stays as it is.
 """
 
 import errno
