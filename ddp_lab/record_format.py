@@ -112,7 +112,8 @@ class RunRecord(RunEnd, kw_only=True):
     """`gloo` or `nccl` (NCCL runs carry CPU tensors over Gloo)"""
     backend_class: Line
     """torch's class that carried the model's tensors: `ProcessGroupGloo`, `ProcessGroupNCCL2` (torch's `nccl`) or
-    `ProcessGroupNCCL` (`nccl-legacy`); over the last two references take different times ([cuda.md](cuda.md))"""
+    `ProcessGroupNCCL` (`nccl-legacy`); over the last two, step times of references differ
+    ([status.md](status.md#whether-ddp-overlaps-over-nccl))"""
     gpu_sharing: Line | None = None
     """how ranks shared GPUs ([gpu.md](gpu.md#two-ranks-on-one-gpu)): `2 ranks a GPU, side by side` or `in turns`,
     without either where `--share-gpu` was not given (Gloo); null if each had its own, or there was none"""

@@ -2,7 +2,7 @@
 
 It does in C++ what `bucket_ddp_async` does. Buckets have 25 MiB, the first one 1 MiB. After the first step they are
 rebuilt in the order in which gradients became ready. They are all-reduced while backward continues; over torch's
-`nccl` backward waits for every bucket, by its source (docs/cuda.md). It averages over ranks, so losses are weighted
+`nccl` backward waits for every bucket, by its source (docs/status.md). It averages over ranks, so losses are weighted
 accordingly. `pytorch_ddp_plain` has the default settings: gradients are copied into buckets and back, and held twice.
 `pytorch_ddp` has those that torch's docstring gives for memory; what else was tried is in
 docs/how-it-works/README.md#settings-of-the-originals.

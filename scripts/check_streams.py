@@ -3,7 +3,7 @@
     python scripts/check_streams.py                         # every choice that is not DeepSpeed's
     python scripts/check_streams.py --choices zero3 --model branching --micro-batches 3
 
-It prints the table of docs/streams.md. Exit code 0: no race. 1: a race was found; it is printed. 2: wrong command line.
+It prints the table of docs/gpu.md. Exit code 0: no race. 1: a race was found; it is printed. 2: wrong command line.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from ddp_lab.stream_checker.check import Seen, check, plain_loop
 from tests.models import MODELS, build, make_batch
 
 CHOICES = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if not name.startswith("deepspeed")]
-COLUMNS = ("choice", "races", "waits of the host", "waits in backward", "stalls", "collectives", "launches", "copied")
+COLUMNS = ("strategy", "races", "waits of the host", "waits in backward", "stalls", "collectives", "launches", "copied")
 IN_BUCKETS = ("bucket_ddp_async", "baseline", "zero1", "zero2", "pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1")
 SMALL_MB = 0.003
 

@@ -38,7 +38,7 @@ ANSWER_S, START_S = 60.0, 10.0
 COST_OF_TURNS = "an all-reduce of 16 KiB took 4.5 ms so on one H100, and 30 to 45 us side by side"
 PARTS_HANG = (
     "--share-gpu: over NCCL, groups of some of the ranks were seen hanging where ranks share a GPU (four ranks with "
-    "dp=2,tp=2 on one H100; docs/cuda.md); take a mesh of one dimension, or --backend gloo"
+    "dp=2,tp=2 on one H100; docs/status.md); take a mesh of one dimension, or --backend gloo"
 )
 
 

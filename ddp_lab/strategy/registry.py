@@ -25,7 +25,7 @@ class Registry:
         parallelize: `package.module:function` that cuts a model over a mesh (`load_parallelize`), by choice; under ""
             for those that are not named.
         on_legacy_nccl: A sweep also runs these over torch's older NCCL class, where it is not the default: references
-            that take another time over the newer one (docs/cuda.md), and what they are compared with.
+            that take another time over the newer one (docs/status.md), and what they are compared with.
         not_swept: Variants that a sweep leaves out.
 
     Attributes:

@@ -1,1 +1,1 @@
-"""Shows without a GPU that a strategy is safe where collectives run on streams of their own (docs/streams.md)."""
+"""Shows without a GPU that a strategy is safe where collectives run on streams of their own (docs/gpu.md)."""

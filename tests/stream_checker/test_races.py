@@ -154,7 +154,7 @@ def test_a_planted_race_is_found(planted):
 @pytest.mark.slow
 def test_the_table_in_the_docs():
     done = run_in_process(check_streams)
-    text = (ROOT / "docs" / "streams.md").read_text()
+    text = (ROOT / "docs" / "gpu.md").read_text()
     assert done.returncode == 0
     assert done.stdout.strip() == text.partition("<!-- streams -->")[2].partition("<!-- /streams -->")[0].strip()
 

@@ -60,7 +60,7 @@ LINKS = ("link", "outer-link", "nodes")
 """Runs over different links are never compared: the link decides which choice is fast."""
 BACKEND_CLASS = "backend-class"
 """With how ranks share GPUs (`class_of`). DDP's step takes another time with each of torch's NCCL classes
-(docs/cuda.md)."""
+(docs/status.md)."""
 PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
 """Packages that take part in training."""
 SETTINGS = {

@@ -44,7 +44,7 @@ TENSOR_PARTS, STAGES, TOKEN_PARTS = (above_one(dimension) for dimension in (TENS
 EXPERTS = Condition("ep", ("mesh",), has_experts)
 
 NCCL, LEGACY_NCCL = "nccl", "nccl-legacy"
-"""Torch's names for its NCCL backend and for the class that was it before (docs/cuda.md)."""
+"""Torch's names for its NCCL backend and for the class that was it before (docs/status.md)."""
 BACKENDS = (AUTO, "gloo", NCCL, LEGACY_NCCL)
 UNPACED = tuple(
     condition.because("whose all-to-alls it cannot pace")

@@ -27,7 +27,7 @@ class Bf16:
         """Start to average `gradient` in place; the handle's `wait` ends it.
 
         PyTorch's hook asks the collective for its future, and with torch's `nccl` the compute stream then waits at
-        once, by its source (docs/cuda.md). This asks for nothing before `wait`, so that backward goes on meanwhile.
+        once, by its source (docs/status.md). This asks for nothing before `wait`, so that backward goes on meanwhile.
         """
         rounded = gradient.to(torch.bfloat16).div_(self._group.size())
         work = dist.all_reduce(rounded, group=self._group, async_op=True)

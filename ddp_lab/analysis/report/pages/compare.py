@@ -38,7 +38,7 @@ HOW_TESTED = (
 )
 NOT_ACROSS = (
     "These runs are over more than one backend class, or share GPUs differently, and both change step times "
-    "(docs/cuda.md, docs/gpu.md). So these are compared only among runs that are alike in both."
+    "(docs/status.md, docs/gpu.md). So these are compared only among runs that are alike in both."
 )
 HOW_DRAWN = (
     "The median step of each choice, on its median rank. Collectives are hidden where they lie under compute; "
