@@ -49,11 +49,11 @@ class Ending:
     `--timeout-minutes`), `mismatched` (ranks issued different collectives), `interrupted` (by SIGINT, SIGTERM or
     another signal), `lost` (connections broke and no cause is known)"""
     rank: int | None = None
-    """the rank that was the cause; null if it was not a single one"""
+    """the rank that caused the end; null if no single rank did"""
     step: int | None = None
     """optimizer steps done before the one in which it ended; null outside training"""
     phase: str | None = None
-    """what the rank did: `forward`, `backward`, `gradient_sync`, `optimizer`, `loading data`, `writing a trace`,
+    """the rank's phase: `forward`, `backward`, `gradient_sync`, `optimizer`, `loading data`, `writing a trace`,
     `training loop` (the rest of a step), or, outside of steps, `saving a checkpoint` and what comes before or after
     training"""
     collective: str | None = None
@@ -62,7 +62,7 @@ class Ending:
     message: str | None = None
     """the message for the user"""
     traceback: str | None = None
-    """of the rank that failed, as in `<run_id>.traceback.txt`; null if there is none"""
+    """traceback of the failed rank, as in `<run_id>.traceback.txt`; null if there is none"""
 
     @property
     def problem(self) -> str:
@@ -79,11 +79,11 @@ class SweepPass(Struct, frozen=True, kw_only=True):
     family: Line
     """`ddp`, `sharding` or `parallel`"""
     command: str
-    """what the user typed, without `--resume`"""
+    """the user's command, without `--resume`"""
     number: Several = 1
-    """number of the pass that the run is of, from 1"""
+    """number of the run's pass, from 1"""
     passes: Several
-    """how many there are"""
+    """number of passes"""
     runs: Count = 0
     """runs of the sweep when it is finished"""
 
@@ -98,7 +98,7 @@ class RunEnd(Struct, kw_only=True):
     ended: Ending
     """how the run ended"""
     sweep: SweepPass | None = None
-    """the sweep that the run is of; null for a run by itself"""
+    """the sweep of the run; null for a single run"""
 
 
 class RunRecord(RunEnd, kw_only=True):
@@ -116,7 +116,7 @@ class RunRecord(RunEnd, kw_only=True):
     ([status.md](status.md#whether-ddp-overlaps-over-nccl))"""
     gpu_sharing: Line | None = None
     """how ranks shared GPUs ([gpu.md](gpu.md#two-ranks-on-one-gpu)): `2 ranks a GPU, side by side` or `in turns`,
-    without either where `--share-gpu` was not given (Gloo); null if each had its own, or there was none"""
+    without either if `--share-gpu` was not given (Gloo); null if each rank had its own GPU, or there was none"""
     device: Line = "cpu"
     """`cpu` or `cuda`"""
     device_name: Line
@@ -132,29 +132,29 @@ class RunRecord(RunEnd, kw_only=True):
     link_bits_per_s: float | None = None
     """rate of each rank's link by `--link`, in bits per second; null without it"""
     config: dict[str, Any]
-    """every setting of the run, by the name of its flag; `auto` and a default learning rate are replaced by what
-    was used"""
+    """every setting of the run, by the name of its flag; `auto` and a default learning rate are replaced by the used
+    values"""
     versions: dict[str, Line] = {}
-    """of Python and the main packages, and of NCCL where there is a GPU"""
+    """versions of Python and the main packages, and of NCCL on a GPU"""
     parameters: Several
     """number of elements in all parameters; tied ones count once"""
     optimizer: Line
     """name of the optimizer: `AdamW`"""
     shards: list[Line] = []
-    """those of `parameters`, `gradients` and `optimizer_state` of which a rank holds only its shard at rest"""
+    """which of `parameters`, `gradients` and `optimizer_state` are sharded: a rank holds only its shard at rest"""
     settling_steps: Count
     """number of first steps that differ from later ones: 2 for `pytorch_ddp` and with `--compile`, otherwise 0;
     they are in no throughput and no profile"""
     compile: Compiled | None = None
-    """with `--compile`, what torch.compile made on rank 0 until the record was written; else null
+    """with `--compile`, the work of torch.compile on rank 0 until the record was written; else null
     ([compile.md](compile.md))"""
     expected_traffic: list[Traffic]
     """the collectives that one rank issues in a full optimizer step, by the strategy's own formula; empty in a run
     that ended in its first step"""
     start_s: dict[str, float] = {}
-    """seconds from the beginning of rank 0's process until its first step is done, by what it did: `importing`
-    libraries, `joining the ranks`, `reading data` (text becomes tokens), `building the model`, `preparing the
-    strategy` (and counting FLOPs), and the `first step`"""
+    """seconds from the beginning of rank 0's process until its first step is done, by phase: `importing` libraries,
+    `joining the ranks`, `reading data` (text becomes tokens), `building the model`, `preparing the strategy` (and
+    counting FLOPs), and the `first step`"""
     train_samples: Several
     """samples in the training data"""
     step_samples: list[Several]
@@ -187,12 +187,12 @@ class RunRecord(RunEnd, kw_only=True):
     step_time_median_s: float | None = None
     """median of the same steps' times"""
     throughput: list[Throughput] = []
-    """a row for each rank; empty in a run that ended before"""
+    """one row per rank; empty in a run that ended before"""
     model_flops_per_sample: float | None = None
-    """floating-point operations of forward and backward that one sample needs ([below](#model-flops)); null if they
+    """floating-point operations of one sample's forward and backward ([below](#model-flops)); null if they
     cannot be counted"""
     model_flops_per_second: Rate | None
-    """these times `samples_per_second`: of all ranks together; null without either"""
+    """`model_flops_per_sample` times `samples_per_second`, for all ranks together; null without either"""
     train_loss: list[Loss | None]
     """mean loss over the samples, or the tokens, of the global batch, for each optimizer step, in nats if it is a
     cross-entropy; null for a skipped step whose loss was not finite"""
@@ -202,14 +202,13 @@ class RunRecord(RunEnd, kw_only=True):
     """after training, over all held-out samples, each exactly once; null in a run that ended before, or with
     `--no-eval`"""
     generated: Generated | None = None
-    """with `--generate`, what the model wrote; else null"""
+    """with `--generate`, the model's text; else null"""
     resumed_from: Resumed | None
     """the checkpoint that the run resumed from ([checkpoints.md](checkpoints.md)); null if it did not resume"""
     notes: list[str] = []
-    """sentences on what was left out of the data, and on what the strategy decided, such as what it left out"""
+    """sentences on left-out data, and on decisions of the strategy"""
     memory: list[Memory]
-    """a row for each rank: what it holds at rest after a step, and what it held during one; empty in a run that
-    ended before"""
+    """one row per rank: its memory at rest after a step, and during a step; empty in a run that ended before"""
     verdict: list[str] = []
     """two lines: what limits the step and what to try next ([below](#the-verdict)); empty in a run that ended
     early"""

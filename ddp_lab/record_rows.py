@@ -29,11 +29,11 @@ class Compiled(Struct):
     graphs: Count
     """graphs of forward passes; equal blocks share them"""
     recompilations: dict[str, int]
-    """by torch's reason: how many of them were made because no earlier one held"""
+    """number of graphs that were made because no earlier graph held, by torch's reason"""
     graph_breaks: dict[str, int]
-    """by torch's reason: how often a block could not be made one graph"""
+    """number of breaks in a block's graph, by torch's reason"""
     seconds: float
-    """in which rank 0 compiled, forward and backward"""
+    """seconds in which rank 0 compiled, forward and backward"""
 
 
 class Traffic(Struct, kw_only=True):
@@ -43,15 +43,14 @@ class Traffic(Struct, kw_only=True):
     count: Count
     """number of calls"""
     payload_bytes: Count
-    """bytes of all these calls together, by nccl-tests' definition of size; of messages, those sent and those
-    received"""
+    """bytes of all these calls together, by nccl-tests' definition of size; for messages, sent and received bytes"""
     group_size: Count = 0
     """ranks in the process group"""
     purpose: Line = ""
     """`gradients`, `parameters`, `activations`, `buffers` or `bookkeeping`"""
     dimension: Line = ""
-    """with `--mesh`, over which ranks: `dp`, `replicate`, `shard`, `ep`, `pp`, `cp` or `tp`, whose ranks differ in
-    that dimension alone; `dp` too for all ranks that see different samples, where they are in `replicate` and
+    """with `--mesh`, the dimension of the mesh: `dp`, `replicate`, `shard`, `ep`, `pp`, `cp` or `tp`, whose ranks
+    differ in that dimension alone; `dp` too for all ranks that see different samples, where they are in `replicate` and
     `shard`, or in `dp` and `ep`; `mesh` for all ranks, unless one dimension has them all. Empty without a mesh"""
     rank: Count | None = None
     """with `pp`, whose stages differ, the rank that issues them; null: every rank does. A run that ended early
@@ -60,8 +59,8 @@ class Traffic(Struct, kw_only=True):
     """`2 scatters` or `2 broadcasts`: the calls, one from each rank, that make one over Gloo; empty for calls by
     themselves"""
     varies: bool = False
-    """whether what a rank sends depends on its samples, as where tokens go to experts; `payload_bytes` is then the
-    mean over ranks"""
+    """whether the bytes depend on the rank's samples, as for tokens sent to experts; `payload_bytes` is then the mean
+    over ranks"""
     wire_bytes: Positive | None = None
     """bytes that a rank sends for them on average: `payload_bytes` x 2(N-1)/N for all-reduce, (N-1)/N for
     reduce-scatter, all-gather, all-to-all, broadcast and reduce, 1/2 for messages"""
@@ -73,22 +72,22 @@ class Throughput(Struct):
     samples_per_second: float | None
     """samples of this rank per second of its own clock, over the same steps"""
     tokens_per_second: float | None
-    """tokens of this rank; null if there are none"""
+    """tokens of this rank per second; null if there are none"""
     step_s: Seconds | None
-    """this and what follows: mean seconds of the same steps, by this rank's own clock; null if no step was timed.
-    The whole step"""
+    """mean seconds of the whole step; like the next fields over the same steps, by this rank's clock; null if no step
+    was timed"""
     data_s: Positive | None
-    """in which its training thread loaded and collated the batch"""
+    """seconds in which its training thread loaded and collated the batch"""
     collectives_s: Positive | None
-    """in which that thread waited in collectives; null where C++ waits for most of them (PyTorch DDP)"""
+    """seconds in which that thread waited in collectives; null if C++ waits for most of them (PyTorch DDP)"""
     device_s: Positive | None
-    """in which it waited for its GPU; null on a CPU"""
+    """seconds in which it waited for its GPU; null on a CPU"""
     core_s: Positive | None
-    """in which it could run and no core was free, as Linux counts it (`/proc/thread-self/schedstat`)"""
+    """seconds in which it could run and no core was free, by Linux's count (`/proc/thread-self/schedstat`)"""
     late_s: float | None
-    """by which it came last to a collective, after the middle one of the other ranks: the longest such time in a
-    step. From the flight recorder, so of the last steps; null in a pipeline, whose schedule makes ranks wait, over
-    several hosts, whose clocks differ, and where the recorder holds fewer than 3 timed steps"""
+    """seconds by which it came last to a collective, after the median of the other ranks: the longest in a step. From
+    the flight recorder, so of the last steps; null in a pipeline, whose schedule makes ranks wait, over several hosts,
+    whose clocks differ, and where the recorder holds fewer than 3 timed steps"""
 
 
 class Evaluation(Struct):
@@ -99,18 +98,18 @@ class Evaluation(Struct):
     accuracy: Share | None
     """fraction of samples that are classified correctly, 0 to 1; null if the workload does not classify"""
     perplexity: float | None = None
-    """of a causal language model: the exponential of `eval.loss`, at most e^700; else null"""
+    """for a causal language model the exponential of `eval.loss`, at most e^700; else null"""
     tokens: Count | None = None
-    """of a causal language model: tokens that were predicted, over which `eval.loss` is the mean; else null"""
+    """for a causal language model the number of predicted tokens, over which `eval.loss` is the mean; else null"""
 
 
 class Generated(Struct):
     prompt: str
-    """what was given"""
+    """the given text"""
     text: str
     """the text after it"""
     tokens: Count
-    """how many they are"""
+    """number of generated tokens"""
 
 
 class Resumed(Struct):
@@ -174,8 +173,8 @@ class Memory(Struct, kw_only=True):
     buffers_bytes: Count
     """storage of module buffers at rest"""
     expected_parameters_bytes: Count
-    """parameters at rest by the formula: all, or a rank's shard if `shards` names them; and what a reference is
-    known to hold in addition, such as the copy of gradients in DDP's buckets"""
+    """parameters at rest by the formula: all, or a rank's shard if `shards` names them; plus the known extra memory of
+    a reference, such as the copy of gradients in DDP's buckets"""
     expected_gradients_bytes: Count
     """the same for the gradients of trainable parameters"""
     expected_optimizer_state_bytes: Count
@@ -197,22 +196,21 @@ class Memory(Struct, kw_only=True):
     peak_bytes: Count | None = None
     """the most bytes of tensors allocated at one time in the recorded step, with activations and temporaries"""
     peak_ms: Milliseconds | None = None
-    """when that was: ms since the recorded step began"""
+    """time of the peak: ms since the recorded step began"""
     peak_phase: Line | None = None
-    """in which part of the step: `forward`, `backward`, `gradient_sync`, `optimizer` (with `2 of 2` if there are
+    """part of the step with the peak: `forward`, `backward`, `gradient_sync`, `optimizer` (with `2 of 2` if there are
     several micro-batches), or `between phases`"""
     peak_workspace_bytes: Count | None = None
     """the most bytes that operators allocated and freed inside a call, such as oneDNN's packed operands of bf16
     products: beside tensors on a CPU, where they depend on the processor's instruction set; null on a GPU, whose
     allocator's peak holds them"""
     peak_reserved_bytes: Count | None = None
-    """the most bytes that torch's allocator held of the GPU in that step, free blocks among them; null on a CPU"""
+    """peak of the GPU memory held by torch's allocator in that step, free blocks included; null on a CPU"""
     device_used_bytes: Count | None = None
-    """what was in use of the GPU after that step, by all processes on it; null on a CPU"""
+    """GPU memory in use after that step, by all processes; null on a CPU"""
     timeline: Timeline | None = None
     """samples of the recorded step, in columns of equal length"""
     peak_rss_bytes: Count
     """largest resident set of the process, libraries included"""
     limit_bytes: Count | None = None
-    """what this rank may hold: of its GPU, or of the memory of host or container (cgroup v2), an equal part for
-    each rank that shares it"""
+    """memory limit of this rank: its equal part of its GPU, or of the memory of host or container (cgroup v2)"""

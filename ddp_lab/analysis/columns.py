@@ -61,9 +61,9 @@ TIME_COLUMNS = {
     "trace_kind": Column("trace", "", "cpu: operators and Gloo spans, lowered; cuda: device kernels"),
     "steps": Column("steps", "", "profiled optimizer steps that were analysed"),
     "profiled_step_ms": Column("step", "ms", "mean duration of an analysed step, which the profiler slows down"),
-    "compute_ms": Column("compute", "ms", "time a step in which compute ran (HTA temporal breakdown)"),
-    "non_compute_ms": Column("exposed", "ms", "time a step in which only communication (CUDA: or a copy) ran (HTA)"),
-    "idle_ms": Column("idle", "ms", "time a step in which nothing ran (HTA)"),
+    "compute_ms": Column("compute", "ms", "time per step in which compute ran (HTA temporal breakdown)"),
+    "non_compute_ms": Column("exposed", "ms", "time per step in which only communication (CUDA: or a copy) ran (HTA)"),
+    "idle_ms": Column("idle", "ms", "time per step in which nothing ran (HTA)"),
     "compute_pct": Column("compute", "%", "compute_ms as share of the time from the first kernel to the last"),
     "non_compute_pct": Column("exposed", "%", "non_compute_ms as share of the same time"),
     "idle_pct": Column("idle", "%", "idle_ms as share of the same time"),
@@ -100,9 +100,9 @@ MEMORY_COLUMNS = {
     },
     "peak_model_states_bytes": mib("states, peak", "most of these four together at one moment"),
     "peak_bytes": mib("allocated, peak", "most bytes of tensors at one moment, activations and temporaries with them"),
-    "peak_phase": Column("peak in", "", "in which part of the step that was"),
+    "peak_phase": Column("peak in", "", "part of the step in which the peak is"),
     "peak_workspace_bytes": mib(
-        "workspaces, peak", "most bytes that operators took beside tensors, on a CPU; it depends on the processor"
+        "workspaces, peak", "most bytes of operators' workspaces, on a CPU; depends on the processor"
     ),
     "peak_rss_bytes": mib("RSS, peak", "largest resident set of the process, in bytes"),
 }
@@ -118,7 +118,7 @@ EXPOSURE_COLUMNS = {
     "exposed_copy_ms": Column("copies", "ms", "a memory copy ran, and neither compute nor a collective"),
     "idle_ms": Column("idle", "ms", "nothing ran"),
     "exposed_wait_ms": Column(
-        "waiting", "ms", "exposed before the collective's last rank arrived, or the message for which a pipeline waits"
+        "waiting", "ms", "exposed, before the collective's last rank or the pipeline's message arrived"
     ),
     "exposed_transfer_ms": Column("transfer", "ms", "exposed after all ranks arrived, or if the last rank is unknown"),
 }
@@ -126,13 +126,13 @@ EXPOSURE_COLUMNS = {
 COLLECTIVE_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
     "step": Column("step", "", "optimizer step in which the collective was issued"),
-    "group": Column(
-        "group", "", "process group: its ranks and what it is for, or all ranks; empty if the trace does not say"
+    "group": Column("group", "", "process group: its ranks and its purpose, or all ranks; empty if unknown"),
+    "dimension": Column(
+        "dimension", "", "dimension of the mesh that its ranks span; empty without a mesh, or if unknown"
     ),
-    "dimension": Column("dimension", "", "of the mesh, over whose ranks it is; empty without a mesh, or if unknown"),
     "sequence": Column("place", "", "place among the group's collectives that the rank issued in the step, from 0"),
     "kind": Column("collective", "", "kind of collective"),
-    "made_of": Column("as", "", "calls of which it is made over Gloo, one from each rank; empty: a call by itself"),
+    "made_of": Column("as", "", "the calls that make it over Gloo, one from each rank; empty for a single call"),
     "bytes": Column("payload", "MiB", "payload in bytes, by nccl-tests' definition of size", MIB, 3),
     "sent_bytes": Column("sent", "MiB", "bytes of it that a rank sends, mean over the group", MIB, 3),
     "after_backward_ms": Column("start", "ms", "start, relative to the end of the step's last backward pass", 1, 2),
@@ -155,7 +155,7 @@ COLLECTIVE_COLUMNS = {
 DIMENSION_COLUMNS = {
     "rank": EXPOSURE_COLUMNS["rank"],
     "step": EXPOSURE_COLUMNS["step"],
-    "dimension": Column("dimension", "", "of the mesh; mesh: all of its ranks; empty: its groups are none of these"),
+    "dimension": Column("dimension", "", "dimension of the mesh; mesh: all ranks; empty: another group"),
     "calls": Column("calls", "calls/step", "collectives that the rank issued in the step"),
     "bytes": Column("payload", "MiB/step", "their payload in bytes, by nccl-tests' definition of size", MIB, 3),
     "total_ms": Column("total", "ms/step", "sum of their durations, hidden or not", 1, 2),
@@ -170,7 +170,7 @@ DIMENSION_COLUMNS = {
     "exposed_ms": Column(
         "exposed",
         "ms/step",
-        "exposed time that counts for the dimension: its collective was issued first, or its message waited for",
+        "exposed time of the dimension: its collective was issued first, or a rank waited for its message",
         1,
         2,
     ),
@@ -181,27 +181,27 @@ PIPELINE_COLUMNS = {
     "rank": EXPOSURE_COLUMNS["rank"],
     "step": EXPOSURE_COLUMNS["step"],
     "step_ms": Column("step", "ms", "duration of the step under the profiler"),
-    "pipeline_ms": Column("pipeline", "ms", "from the first pass of any rank of the pipeline to the last one's end"),
+    "pipeline_ms": Column("pipeline", "ms", "from the start of the first pass to the end of the last, on any rank"),
     "forward_ms": Column("forward", "ms", "forward passes"),
-    "backward_ms": Column("backward", "ms", "backward passes in one"),
-    "backward_input_ms": Column("of inputs", "ms", "backward passes of inputs alone"),
-    "backward_weight_ms": Column("of weights", "ms", "the rest of these: gradients of weights"),
-    "bubble_ms": Column("bubble", "ms", "the rest of pipeline_ms; the next three columns are in it"),
+    "backward_ms": Column("backward", "ms", "undivided backward passes"),
+    "backward_input_ms": Column("of inputs", "ms", "backward passes of inputs only"),
+    "backward_weight_ms": Column("of weights", "ms", "backward passes of weights"),
+    "bubble_ms": Column("bubble", "ms", "pipeline_ms without passes; includes the next three columns"),
     "wait_activation_ms": Column("activations", "ms", "waiting for activations"),
     "wait_gradient_ms": Column("gradients", "ms", "waiting for gradients"),
-    "send_ms": Column("sending", "ms", "time of the host in posting messages; 0 on a device, where they run beside"),
+    "send_ms": Column("sending", "ms", "host time to post messages; 0 on a device, where they overlap"),
     "wait_activation_from": Column("from", "", "rank whose activations it waited for"),
     "wait_gradient_from": Column("from", "", "rank whose gradients it waited for"),
     "bubble_pct": Column("bubble", "%", "bubble_ms as share of pipeline_ms"),
-    "ideal_bubble_pct": Column("equal stages", "%", "that share by the formula, for equal stages and instant messages"),
+    "ideal_bubble_pct": Column("equal stages", "%", "bubble_pct by the formula, for equal stages and instant messages"),
 }
 
 STRAGGLER_COLUMNS = {
     "rank": EXPOSURE_COLUMNS["rank"],
     "step": EXPOSURE_COLUMNS["step"],
     "collectives": Column("collectives", "", "collectives of the rank in the step that could be matched over ranks"),
-    "last": Column("last", "", "how many of these it was the last to reach"),
-    "lateness_ms": Column("lateness", "ms", "in these, the most by which it was later than the median of the others"),
+    "last": Column("last", "", "how many of these it reached last"),
+    "lateness_ms": Column("lateness", "ms", "largest lateness in these, after the median of the other ranks"),
     "costs_ms": Column("costs", "ms", "in these, exposed waiting of all other ranks", 1, 2),
 }
 
@@ -220,33 +220,33 @@ BUCKET_COLUMNS = {
 
 AUDIT_COLUMNS = {
     "subject": Column("check", "", "what is checked"),
-    "rank": Column("rank", "", "on which rank; empty for a figure of the whole run"),
-    "unit": Column("unit", "", "of the figures in the row"),
+    "rank": Column("rank", "", "the rank; empty for a figure of the whole run"),
+    "unit": Column("unit", "", "unit of the row's figures"),
     "expected": Column("expected", "", "by the strategy's formula or the run's configuration"),
     "measured": Column("measured", "", "from trace or record; of several steps, the value furthest from expected"),
     "difference": Column("difference", "", "measured minus expected"),
     "tolerance": Column("tolerance", "", "the largest difference that passes"),
-    "steps": Column("steps", "", "analysed steps that were compared: those with a whole global batch; else empty"),
+    "steps": Column("steps", "", "analysed steps with a whole global batch, which were compared; else empty"),
     "result": Column("result", "", "pass, fail, or unknown if the trace does not say"),
 }
 
-OF_WORST_RANK = "on the rank that has most"
+OF_WORST_RANK = "on the rank with most"
 OF_STEPS = "mean over ranks and analysed steps"
 TIME_PARTS = ("compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms")
-CHOICE = {"choice": Column("choice", "", "strategy")}
+CHOICE = {"choice": Column("strategy", "", "strategy")}
 SPEED_COLUMNS = {
     "step_time_ms_median": Column("step time", "ms", "median wall time of an optimizer step, batch loading included"),
     "step_time_ms_p25": Column("p25", "ms", "a quarter of the timed steps took at most this"),
     "step_time_ms_p75": Column("p75", "ms", "three quarters of the timed steps took at most this"),
-    "step_time_ratio": Column("ratio", "×", "median step time over that of the reference choice", 1, 2),
+    "step_time_ratio": Column("ratio", "×", "median step time divided by the reference's", 1, 2),
     "step_time_ratio_by_pass": Column("by pass", "×", "the ratio in each pass of a sweep, the median over steps"),
     "paired_ratio": Column("by run", "×", "step time over the reference's in the same pass, mean over passes", 1, 3),
     "paired_ratio_low": Column("from", "×", "lower end of its 95 % interval", 1, 3),
     "paired_ratio_high": Column("to", "×", "upper end of its 95 % interval", 1, 3),
     "paired_p_value": PValue(
-        "p", "", "of no difference: moderated t-test with the run as unit, corrected by Holm", 1, 4
+        "p", "", "p-value of no difference: moderated t-test with the run as unit, corrected by Holm", 1, 4
     ),
-    "passes": Column("passes", "", "runs that were compared with one of the reference"),
+    "passes": Column("passes", "", "runs that were compared with a run of the reference"),
     "verdict": Column("verdict", "", "against the reference: faster, slower, or not known"),
     "samples_per_second": Column("throughput", "samples/s", "samples over time of the timed steps, all ranks"),
     "tokens_per_second": Column(
@@ -255,12 +255,12 @@ SPEED_COLUMNS = {
     "model_flops_per_second": Column(
         "model FLOPs",
         "TFLOP/s",
-        "what forward and backward of these samples need, over the same time, all ranks",
+        "FLOPs of forward and backward of these samples, over the same time, all ranks",
         1e-12,
         3,
     ),
     "mfu_pct": Column("MFU", "%", "model_flops_per_second as share of the peak of all devices; empty without a peak"),
-    "timed_steps": Column("timed steps", "", "steps without the first, profiled ones, and those in which it adapted"),
+    "timed_steps": Column("timed steps", "", "steps without the first, the profiled and the settling ones"),
 }
 PART_COLUMNS = {
     "profiled_step_ms": Column("step", "ms", f"profiled step; the following parts add up to it; {OF_STEPS}"),
@@ -299,11 +299,11 @@ HELD_COLUMNS = {
         for component, label in COMPONENTS.items()
     },
     "model_states_bytes": mib("model states", f"these four together at rest, {OF_WORST_RANK}"),
-    "model_states_ratio": Column("ratio", "×", "model_states_bytes over that of the reference choice", 1, 2),
+    "model_states_ratio": Column("ratio", "×", "model_states_bytes divided by the reference's", 1, 2),
     "expected_model_states_bytes": mib("formula", "parameters, gradients and optimizer states at rest by the formula"),
     "peak_model_states_bytes": mib("states, peak", f"most of the four at one moment of a step, {OF_WORST_RANK}"),
     "peak_bytes": mib("peak memory", f"most bytes of tensors at one moment of a step, {OF_WORST_RANK}"),
-    "peak_ratio": Column("ratio", "×", "peak_bytes over that of the reference choice", 1, 2),
+    "peak_ratio": Column("ratio", "×", "peak_bytes divided by the reference's", 1, 2),
     "peak_rss_bytes": mib("peak RSS", f"largest resident set, {OF_WORST_RANK}, in bytes"),
 }
 OUTCOME_COLUMNS = {
@@ -315,10 +315,8 @@ OUTCOME_COLUMNS = {
     "world_size": Column("ranks", "", "ranks in the run"),
     "mesh": Column("mesh", "", "the ranks by dimension; empty without --mesh"),
     "backend": Column("backend", "", "gloo or nccl"),
-    "backend_class": Column("class", "", "torch's class that carried the tensors; ratios are among rows of one class"),
-    "gpu_sharing": Column(
-        "GPUs", "", "how ranks share GPUs, empty if they do not; ratios are among rows that do alike"
-    ),
+    "backend_class": Column("class", "", "torch's class of the process group; ratios compare rows of one class"),
+    "gpu_sharing": Column("GPUs", "", "how ranks share GPUs, empty if they do not; ratios compare rows with one value"),
     "run_id": Column("run", "", "run whose record and traces the row shows"),
 }
 COMPARISON_COLUMNS = {
@@ -333,14 +331,16 @@ COMPARISON_COLUMNS = {
 
 CHANGE_COLUMNS = {
     "figure": Column("figure", "", "what is compared"),
-    "unit": Column("unit", "", "of baseline, run and change"),
-    "baseline": Column("baseline", "", "in the baseline; by step: the median timed step, or mean over profiled steps"),
-    "run": Column("run", "", "in the other run"),
+    "unit": Column("unit", "", "unit of baseline, run and change"),
+    "baseline": Column("baseline", "", "value in the baseline: the median timed step, or the mean over profiled steps"),
+    "run": Column("run", "", "value in the other run"),
     "change": Column("change", "", "run minus baseline"),
-    "change_pct": Column("change", "%", "as share of baseline; of step times, by the steps that were timed in both"),
+    "change_pct": Column("change", "%", "change divided by baseline; for step times, over steps timed in both"),
     "interval_low": Column("from", "%", "lower end of its 95 % interval"),
     "interval_high": Column("to", "%", "upper end of its 95 % interval"),
-    "p_value": PValue("p", "", "of no difference: moderated t-test with the run as unit, corrected by Holm", 1, 4),
+    "p_value": PValue(
+        "p", "", "p-value of no difference: moderated t-test with the run as unit, corrected by Holm", 1, 4
+    ),
     "result": Column("result", "", "better, worse, equal, or not known"),
 }
 

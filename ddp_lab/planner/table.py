@@ -34,15 +34,15 @@ def gib(label: str, meaning: str) -> Column:
 
 
 PLAN_COLUMNS = {
-    "gpus": Column("devices", "", "as --gpus takes them, where it names several"),
-    "choice": Column("choice", "", "strategy"),
-    "mesh": Column("mesh", "", "ranks by dimension, as --mesh takes them; none without it"),
-    "entrypoint": Column("entrypoint", "", "script that trains with it"),
+    "gpus": Column("devices", "", "as in --gpus, if it names several"),
+    "choice": Column("strategy", "", "strategy"),
+    "mesh": Column("mesh", "", "ranks by dimension, as in --mesh; none without it"),
+    "entrypoint": Column("entrypoint", "", "script that trains with the strategy"),
     "micro_batch_size": Column("micro", "batch", "samples in a micro-batch of a rank", 1, 0),
     "grad_accum_steps": Column("accu-", "mulate", "micro-batches of a rank in a step", 1, 0),
-    "activation_checkpointing": Column("recompute", "", "what is computed again in backward"),
+    "activation_checkpointing": Column("recompute", "", "what is recomputed in backward"),
     "compile": Column("compile", "", "whether the model's blocks are compiled"),
-    "fits": Column("fits", "", "yes, no, or unknown where the choice cannot be simulated"),
+    "fits": Column("fits", "", "yes, no, or unknown if the strategy cannot be simulated"),
     "step_time_ms": Column("step", "ms", "duration of an optimizer step"),
     "step_time_low_ms": Column("from", "ms", "lower end of the interval in which it should lie"),
     "step_time_high_ms": Column("to", "ms", "upper end of the same"),
@@ -54,19 +54,19 @@ PLAN_COLUMNS = {
     "exposed_pct": Column("exposed", "%", "the same as share of the step"),
     "cost_per_million_samples": Column("1e6 samples", "$", "of all devices, where samples are images", 1, 2),
     "cost_per_billion_tokens": Column("1e9 tokens", "$", "of all devices; none without a price", 1, 2),
-    "training_hours": Column("in all", "hours", "time that --tokens take, where the choice fits; none without it"),
-    "training_cost": Column("in all", "$", "what all devices cost in that time", 1, 0),
+    "training_hours": Column("in all", "hours", "time that --tokens take, if the strategy fits; none without it"),
+    "training_cost": Column("in all", "$", "cost of all devices in that time", 1, 0),
     "spare_bytes": gib(
         "to spare",
-        "memory of a device, less what CUDA and NCCL take where it is a GPU, less the peak; below 0: missing",
+        "memory of a device minus the peak, and on a GPU minus CUDA's and NCCL's; below 0: missing",
     ),
-    "peak_bytes": gib("peak", "most bytes that a rank's tensors take at one moment of a step"),
+    "peak_bytes": gib("peak", "most bytes of a rank's tensors at one moment of a step"),
     **{
         f"peak_{component}_bytes": gib(label, f"of these, {label}{' buffers' * (component == 'communication')}")
         for component, label in COMPONENTS.items()
     },
-    "resting_bytes": gib("at rest", "bytes that a rank's tensors take between two steps"),
-    "note": Column("note", "", "why a choice cannot be simulated, or what no cost is known of"),
+    "resting_bytes": gib("at rest", "bytes of a rank's tensors between two steps"),
+    "note": Column("note", "", "why a strategy cannot be simulated, or operators without a known cost"),
 }
 SHOWN = (
     *("gpus", "choice", "mesh", "micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile", "fits"),
