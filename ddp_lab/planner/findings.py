@@ -66,12 +66,12 @@ def reasons(outcomes: Sequence[Outcome], searches: bool = False) -> list[str]:
     """Which case to take and why, or what is missing."""
     known = [found for found in outcomes if found.simulated]
     if not known:
-        return ["No choice could be simulated, so there is nothing to recommend."]
+        return ["No strategy could be simulated, so there is nothing to recommend."]
     leanest, best = min(known, key=lambda found: found.peak_bytes), recommended(outcomes)
     if best is None:
         nearest = f"{described(leanest) if searches else leanest.case.name} comes nearest"
         return [
-            f"No choice fits. {nearest}: its peak of {gib(leanest.peak_bytes)} is {gib(-leanest.spare_bytes)} more "
+            f"No strategy fits. {nearest}: its peak of {gib(leanest.peak_bytes)} is {gib(-leanest.spare_bytes)} more "
             "than a device has left for tensors."
         ]
     assert best.simulated

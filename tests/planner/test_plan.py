@@ -140,7 +140,7 @@ def test_which_choice_is_recommended(times, peaks, taken):
     best = recommended(outcomes)
     assert (best and best.case.config.choice) == taken
     text = " ".join(reasons(outcomes))
-    assert text.startswith(f"Take {taken}: " if taken else "No choice fits. zero3 comes nearest: ")
+    assert text.startswith(f"Take {taken}: " if taken else "No strategy fits. zero3 comes nearest: ")
     assert "nothing to recommend" in reasons(made(zero1=None))[0]
 
 
