@@ -98,7 +98,7 @@ def is_taken(choice: str, model: str, rounding: str, exact: str) -> bool:
         or (casts(options) and model == "odd")  # computes with fp32 and fp64 at once
         or (is_rounded and (choice, model) in REFUSALS)
         or (exact == "filled" and model in BRANCHES)  # whose weights decay where gradients are zeros, and not None
-        or (again and is_rounded and model == "out of order")  # docs/how-it-works/activation_checkpointing.md
+        or (again and is_rounded and model == "out of order")  # docs/how-it-works/memory.md#activation-checkpointing
     )
 
 
