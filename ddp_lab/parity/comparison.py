@@ -21,9 +21,10 @@ from ddp_lab.parity.store import (
     PARAMETER,
     START,
     WHOLE,
+    Place,
     Recorded,
+    Table,
 )
-from ddp_lab.parity.table import Place, Table
 from ddp_lab.runtime.errors import UserError
 
 KINDS = (START, OUTPUT, OUTPUT_GRADIENT, GRADIENT, PARAMETER, BUFFER)
@@ -108,7 +109,7 @@ def _all(a: Recorded, b: Recorded | None, steps: list[int], made: Comparison | N
     for step in steps:
         if step not in b.facts:
             continue
-        tables = Table(a, step), Table(b, step)
+        tables = a.table(step), b.table(step)
         here = [place for place in tables[0].places if place in tables[1].places and place.kind in KINDS]
         found = [one for place in here if (one := _compared(step, place, *tables)) is not None]
         scales = _scales([one for one in found if one.kind == OUTPUT_GRADIENT])

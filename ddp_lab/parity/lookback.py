@@ -3,8 +3,7 @@
 import numpy as np
 
 from ddp_lab.parity.comparison import Comparison, Quantity
-from ddp_lab.parity.store import GRADIENT, SHARE, Recorded
-from ddp_lab.parity.table import Place, Table
+from ddp_lab.parity.store import GRADIENT, SHARE, Place, Recorded
 
 NEAR = 1e-2
 
@@ -30,7 +29,7 @@ def is_of_step_before(made: Comparison, first: Quantity) -> bool:
 
 def scale_after_backward(made: Comparison, step: int) -> float:
     """By what run A multiplies its gradients before the optimizer reads them: 1, if nothing tells."""
-    table, found = Table(made.a, step), list[float]()
+    table, found = made.a.table(step), list[float]()
     for place, rows in table.places.items():
         wanted = table.places.get(Place(GRADIENT, place.name)) if place.kind == SHARE else None
         if wanted is not None:
@@ -46,7 +45,7 @@ def weights_of_micro_batches(made: Comparison, step: int) -> np.ndarray | None:
 
     Biases and norms tell: what each sample adds to their gradients is known from run A. None: they do not tell.
     """
-    table = Table(made.a, step)
+    table = made.a.table(step)
     keys = [[set(some) for some in facts["keys"]] for facts in made.b.facts[step]]
     columns, of_b = list[np.ndarray](), list[np.ndarray]()
     for one in made.of(step, GRADIENT):
@@ -73,7 +72,7 @@ def weights_of_micro_batches(made: Comparison, step: int) -> np.ndarray | None:
 
 
 def _sketch(run: Recorded, step: int, kind: str, first: Quantity) -> np.ndarray | None:
-    table = Table(run, step)
+    table = run.table(step)
     place = Place(kind, first.name, first.call)
     if place not in table.places:
         return None

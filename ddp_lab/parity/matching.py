@@ -1,7 +1,6 @@
 """Which samples ranks have that get parts of them, or what other ranks have made of them."""
 
-from ddp_lab.parity.store import OUTPUT, START, Recorded
-from ddp_lab.parity.table import Table
+from ddp_lab.parity.store import OUTPUT, START, Recorded, Table
 
 
 def matched(a: Recorded, b: Recorded) -> Recorded:
@@ -11,7 +10,7 @@ def matched(a: Recorded, b: Recorded) -> Recorded:
     seen = {step: set(a.samples(step)[0]) for step in by_rank} if a.ranks == 1 else {}
     fed = {rank for step, keys in seen.items() for rank in range(b.ranks) if keys & set(by_rank[step][rank])}
     stages = frozenset(range(b.ranks)) - fed
-    ours, theirs = Table(a, a.steps[0]), Table(b, a.steps[0])
+    ours, theirs = a.table(a.steps[0]), b.table(a.steps[0])
     if len(fed) == 1 and stages and not _have_the_same(theirs, fed | stages):
         (first,) = fed
         if all(keys == set(by_rank[step][first]) for step, keys in seen.items()) and all(

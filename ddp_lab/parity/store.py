@@ -1,16 +1,16 @@
-"""A recorded run on disk: for each step and rank a table of quantities (Parquet), and facts (JSON)."""
+"""A recorded run: for each step and rank a table of quantities (Parquet), and facts (JSON)."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from ddp_lab.parity.sketch import MOMENTS, SIZE
+from ddp_lab.parity.sketch import SIZE
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import json_bytes
 from ddp_lab.writing import written_whole
@@ -66,6 +66,16 @@ def write(folder: Path, rank: int, step: int, rows: Rows, facts: dict[str, Any],
         temporary.write_text(json.dumps(facts | {"format": FORMAT}))
 
 
+class Place(NamedTuple):
+    """Attributes:
+    call: How often the module has been called before in the micro-batch.
+    """
+
+    kind: str
+    name: str
+    call: int = 0
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A run as it was recorded.
@@ -81,6 +91,7 @@ class Recorded:
     facts: dict[int, list[dict[str, Any]]]
     is_cut: bool = False
     stages: frozenset[int] = frozenset()
+    _tables: dict[int, "Table"] = field(default_factory=dict)
 
     def samples(self, step: int) -> list[list[int]]:
         """Keys of all samples of a step, by rank."""
@@ -116,12 +127,16 @@ class Recorded:
         """Of a step, on each rank."""
         return max(len(facts["keys"]) for facts in self.facts[self.steps[0]])
 
-    def table(self, step: int) -> pd.DataFrame:
-        """All quantities of a step, of all ranks, in the order in which rank 0 came to them.
-
-        Raises:
-            UserError: a file is damaged.
+    def table(self, step: int) -> "Table":
+        """Raises:
+        UserError: a file is damaged.
         """
+        if step not in self._tables:
+            self._tables[step] = Table(self, step)
+        return self._tables[step]
+
+    def frame(self, step: int) -> pd.DataFrame:
+        """All quantities of a step, of all ranks, in the order in which rank 0 came to them."""
         tables = []
         for rank, path in enumerate(sorted(self.folder.glob(f"step_{step:05d}.rank_*.parquet"))):
             try:
@@ -135,6 +150,59 @@ class Recorded:
                 one["key"] = [keys[micro][at] if key != WHOLE else key for key, micro, at in rows]
             tables.append(one)
         return pd.concat([table for table in tables if len(table)], ignore_index=True)
+
+
+class Table:
+    """The quantities of one step: arrays with a row for each rank, micro-batch and sample.
+
+    Attributes:
+        sketches: fp64 of shape (rows, `SIZE`); of parameters, those of their updates.
+        moments: fp64 of shape (rows, `MOMENTS`).
+        held: Of parameters, the norm of what is updated.
+        is_cut: As of `Recorded`.
+        elements: In a sample, without filling, or in a whole tensor, as the rank has it.
+        places: Rows by quantity, in the order in which they were made.
+    """
+
+    def __init__(self, recorded: Recorded, step: int) -> None:
+        frame, self.is_cut = recorded.frame(step), recorded.is_cut
+        numbers = np.stack(frame["numbers"].to_list())
+        self.sketches, self.moments = numbers[:, :SIZE], numbers[:, SIZE:]
+        self.rank = frame["rank"].to_numpy().copy()
+        self.micro_batch, self.key = frame["micro_batch"].to_numpy(), frame["key"].to_numpy()
+        self.part, self.elements = frame["part"].to_numpy(), frame["elements"].to_numpy().astype(float)
+        self.dtype = frame["dtype"].to_numpy(dtype=object)
+        self.held = np.sqrt(self.moments[:, 1])
+        self._to_updates(frame, recorded, step)
+        order = frame["order"].to_numpy()
+        found = frame.groupby(["kind", "name", "call"], sort=False).indices
+        rows = {Place(*place): self._whole(np.sort(at)) for place, at in found.items()}  # type: ignore[misc]
+        self.places = {place: rows[place] for place in sorted(rows, key=lambda place: order[rows[place]].min())}
+
+    def _to_updates(self, frame: pd.DataFrame, recorded: Recorded, step: int) -> None:
+        kind, earlier = (START, frame) if step == 0 else (PARAMETER, recorded.frame(step - 1))
+        columns = ["name", "part", "rank"]
+        some = earlier[earlier["kind"] == kind]
+        before = dict(zip(some[columns].itertuples(index=False, name=None), some["numbers"], strict=True))
+        ours = frame[frame["kind"] == PARAMETER]
+        for row, place in zip(ours.index, ours[columns].itertuples(index=False, name=None), strict=True):
+            if place in before:
+                self.sketches[row] -= before[place][:SIZE]
+
+    def _whole(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks of a tensor are added up, each once."""
+        if (self.part[rows] < 0).all():
+            return rows
+        _, first = np.unique(self.part[rows], return_index=True)
+        blocks = rows[first]
+        self.sketches[rows[0]], self.moments[rows[0]] = self.sketches[blocks].sum(0), self.moments[blocks].sum(0)
+        self.rank[rows[0]] = -1
+        return rows[:1]
+
+    def spread(self, place: Place) -> float:
+        """How far ranks are from one another, relative."""
+        ours = self.sketches[self.places[place]]
+        return float(np.linalg.norm(ours - ours[0], axis=1).max() / max(np.linalg.norm(ours[0]), 1e-300))
 
 
 def read(folder: Path) -> Recorded:
@@ -158,9 +226,3 @@ def read(folder: Path) -> Recorded:
         if len(of_ranks) != wanted:
             raise UserError(f"{folder}: step {step} has files of {len(of_ranks)} of {wanted} ranks; record it again")
     return Recorded(folder, facts)
-
-
-def numbers_of(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Sketches of shape (rows, `SIZE`) and moments of shape (rows, `MOMENTS`)."""
-    values = np.stack(table["numbers"].to_list()) if len(table) else np.zeros((0, SIZE + MOMENTS))
-    return values[:, :SIZE], values[:, SIZE:]

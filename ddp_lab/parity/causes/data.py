@@ -5,7 +5,7 @@ from itertools import chain, combinations, product
 
 from ddp_lab.parity.causes.cause import Cause, and_others, listed, some_ranks
 from ddp_lab.parity.comparison import Comparison, Quantity
-from ddp_lab.parity.table import Place, Table
+from ddp_lab.parity.store import Place
 
 ROUNDED = 2**-8
 """Relative: bf16 rounds by less."""
@@ -110,7 +110,7 @@ def other_dtype(made: Comparison) -> Cause | None:
 def other_shape(made: Comparison, first: Quantity) -> Cause | None:
     """Ranks have whole copies of a tensor, or cut it: together as many elements as run A's, a number of times."""
     place = Place(first.kind, first.name)
-    of_a, of_b = (Table(run, first.step) for run in (made.a, made.b))
+    of_a, of_b = (run.table(first.step) for run in (made.a, made.b))
     whole, together = (float(of.elements[of.places[place]].sum()) for of in (of_a, of_b))
     if made.a.ranks > 1 or together % whole == 0:
         return None

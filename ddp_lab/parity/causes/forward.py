@@ -3,7 +3,6 @@
 from ddp_lab.parity.causes.cause import Cause, Rule, factor_name, listed, of_module, some_ranks
 from ddp_lab.parity.comparison import Comparison, Quantity
 from ddp_lab.parity.store import BUFFER, OUTPUT, OUTPUT_GRADIENT, START
-from ddp_lab.parity.table import Table
 
 SEEN = "a torch.autograd.Function around it has the matching collective in backward, on a contiguous gradient"
 """What to do. `torch.distributed.nn.functional` is no help: over Gloo its all_gather gives wrong gradients where the
@@ -148,7 +147,7 @@ def backward(made: Comparison, first: Quantity) -> Cause | None:
 
 def other_scalar(made: Comparison, step: int) -> Cause | None:
     """A loss or a term of it that a module answers with. Each rank has that of its samples: their mean is compared."""
-    of_a, of_b = Table(made.a, step), Table(made.b, step)
+    of_a, of_b = made.a.table(step), made.b.table(step)
     for place in of_a.places:
         rows = [(of, of.places[place]) for of in (of_a, of_b) if place.kind == OUTPUT and place in of.places]
         if len(rows) < 2 or any((of.elements[at] > 1).any() or of.key[at].any() for of, at in rows):
