@@ -33,7 +33,7 @@ class Answer:
         least = least_agreement(before)
         lines = [
             head,
-            f"first difference: {cause.name if cause else named(first)}",  # type: ignore[arg-type]
+            f"first difference: {cause.says if cause else named(first)}",  # type: ignore[arg-type]
             f"where: {place(first)}" if first is not None else "where: in no recorded tensor",
             f"usually: {cause.usually}"
             if cause

@@ -146,7 +146,7 @@ def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:
     is_of_modules = place.kind in (OUTPUT, OUTPUT_GRADIENT)
     if is_of_modules and (b.key[at_b] == WHOLE).all():
         if (b.elements[at_b] == 1).all():
-            return None  # a loss or a term of it, which `causes.forward.other_scalar` knows how to read
+            return None  # a loss or a term of it, which `causes.forward.a_number_has_a_factor` reads
         squares = b.moments[at_b][:, 1]
         if len(groups) < 2 or np.ptp(squares) > 1e-6 * squares.max():
             return None  # of a micro-batch as a whole

@@ -69,7 +69,7 @@ def test_a_fault_is_named(name, ranks: RankPool, folder_of, tmp_path):
     cause = cause_of(made)
     assert cause is not None, made.first
     for word in row["said"]:
-        assert word in f"{cause.name}. {cause.usually}", (cause, made.first)
+        assert word in f"{cause.says}. {cause.usually}", (cause, made.first)
 
 
 @pytest.mark.parametrize("name", by_default(RUNS["healthy"], *HEALTHY))

@@ -1,36 +1,71 @@
-"""What a first difference means: which factor it is, and what usually causes it."""
+"""What a first difference means: causes are rows of `causes.toml`, each with the tests that must hold."""
 
-from ddp_lab.parity.causes import data, forward, gradients, updates
-from ddp_lab.parity.causes.cause import Cause, Rule
-from ddp_lab.parity.comparison import KINDS, Comparison
-from ddp_lab.parity.store import BUFFER, GRADIENT, OUTPUT, OUTPUT_GRADIENT, PARAMETER, START
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
-RULES: dict[str, list[Rule]] = {
-    START: [data.untied, data.other_shape, data.other_start],
-    OUTPUT: forward.RULES,
-    OUTPUT_GRADIENT: forward.OF_GRADIENTS,
-    GRADIENT: gradients.RULES,
-    PARAMETER: updates.RULES,
-    BUFFER: [forward.buffer],
-}
-"""By the kind of the first difference; the first rule that fits names it."""
+import msgspec
+
+from ddp_lab.parity.causes import backward, forward
+from ddp_lab.parity.causes.look import Look, Words
+from ddp_lab.parity.comparison import Comparison
+from ddp_lab.parity.store import BUFFER, PARAMETER
+
+
+class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Attributes:
+    where: Kinds of the first difference, or what a step has besides (`_places`).
+    test: Functions of `forward` and `backward`, all of which must hold.
+    says: What it is, with where and how much.
+    usually: What people did who met it, and what to do.
+    """
+
+    name: str
+    where: list[str]
+    says: str
+    usually: str
+    test: list[str] = []
+
+
+TESTS = vars(forward) | vars(backward)
+TABLE = msgspec.toml.decode(
+    Path(__file__).with_name("causes.toml").read_bytes(), type=dict[Literal["cause"], list[Cause]]
+)["cause"]
 
 
 def cause_of(made: Comparison) -> Cause | None:
-    """None: nothing differs, or no rule fits. Data come before all that is computed from them."""
+    """With its sentences filled in. None: nothing differs, or no cause is known."""
+    for where, step in _places(made):
+        look = Look(made, step)
+        for cause in TABLE:
+            if where in cause.where and (words := _words(cause, look)) is not None:
+                says, usually = (text.format(**look.words() | words) for text in (cause.says, cause.usually))
+                return msgspec.structs.replace(cause, says=says, usually=usually)
+    return None
+
+
+def _places(made: Comparison) -> Iterator[tuple[str, int]]:
+    """Where to look, with the step. Data come before all that is computed from them."""
     first = made.first
-    for step in made.steps if first is None else [step for step in made.steps if step <= first.step]:
-        if (found := data.other_samples_in_a_group(made, step) or data.other_data(made, step)) is not None:
-            return found
-        if first is None or step < first.step or KINDS.index(first.kind) > KINDS.index(GRADIENT):
-            found = gradients.missing(made, step)
-            if first is None:
-                found = found or gradients.other_norms(made, step) or gradients.other_loss(made, step)
-            if found is not None:
-                return found
-    if first is None:
-        return None
-    # before all else, since limits are the coarser's
-    if (found := data.other_dtype(made) or forward.other_precision(made, first)) is not None:
-        return found
-    return next((found for rule in RULES[first.kind] if (found := rule(made, first)) is not None), None)
+    for step in made.steps:
+        kind = first.kind if first is not None and step == first.step else ""
+        yield "samples", step
+        if kind in ("", PARAMETER, BUFFER):
+            yield "which gradients", step
+        if first is None:
+            yield "told", step
+        elif kind:
+            yield "precision", step  # limits are the coarser one's
+            yield kind, step
+            return
+
+
+def _words(cause: Cause, look: Look) -> Words | None:
+    """For the braces of a cause's sentences. None: a test does not hold."""
+    words: Words = {}
+    for name in cause.test:
+        holds = TESTS[name](look)
+        if not holds:
+            return None
+        words |= holds if isinstance(holds, dict) else {}
+    return words

@@ -1,183 +1,208 @@
-"""An output, or the gradient of one, that differs."""
+"""Tests of what a step has before backward ends: samples, weights, outputs of modules and their gradients."""
 
-from ddp_lab.parity.causes.cause import Cause, Rule, factor_name, listed, of_module, some_ranks
-from ddp_lab.parity.comparison import Comparison, Quantity
-from ddp_lab.parity.store import BUFFER, OUTPUT, OUTPUT_GRADIENT, START
+from collections import Counter
+from itertools import chain, combinations, product
+from typing import Any
 
-SEEN = "a torch.autograd.Function around it has the matching collective in backward, on a contiguous gradient"
-"""What to do. `torch.distributed.nn.functional` is no help: over Gloo its all_gather gives wrong gradients where the
-incoming one is strided (torch 2.15)."""
+from ddp_lab.parity.causes.look import (
+    Look,
+    Words,
+    and_others,
+    factor_name,
+    times,
+)
+from ddp_lab.parity.store import OUTPUT, OUTPUT_GRADIENT, START, Place
 
+CUTTING = ("tp", "cp", "pp")
+"""Dimensions of a mesh whose ranks have the same samples."""
+ROUNDED = 2**-8
+"""Relative: bf16 rounds by less."""
 
-def other_mode(made: Comparison, first: Quantity) -> Cause | None:
-    name = of_module(first)
-    in_a, in_b = (any(name in facts["in_training"] for facts in run.facts[first.step]) for run in (made.a, made.b))
-    if in_a == in_b:
-        return None
-    return Cause(
-        f"{name or 'the model'} is in training mode in run {'A' if in_a else 'B'} alone",
-        "model.train() is missing, or an evaluation in between has left model.eval() behind.",
-    )
-
-
-def dropout(made: Comparison, first: Quantity) -> Cause | None:
-    name = of_module(first)
-    masks = [facts["masks"].get(name) for facts in made.b.facts[first.step]]
-    if not any(masks):
-        return None
-    if len(masks) > 1 and all(mask == masks[0] for mask in masks):
-        return Cause(
-            f"{name}: every rank draws the same dropout",
-            "seeds are equal on all ranks, and so are the masks of their samples: seed with the rank after the model "
-            "is built (trap 13).",
-        )
-    return Cause(
-        f"{name} draws other masks in run B",
-        "that is as it should be: other ranks have other seeds. To compare what follows, set dropout to 0 in both "
-        "runs.",
-    )
+# Samples --------------------------------------------------------------------------------------------------------------
 
 
-def batch_statistics(made: Comparison, first: Quantity) -> Cause | None:
-    kinds = [run.first["kinds"].get(of_module(first), "") for run in (made.a, made.b)]
-    if "BatchNorm" not in kinds[0] or "Sync" in kinds[1]:
-        return None
-    return Cause(
-        f"{first.name} ({kinds[0]}) normalizes over the samples of a micro-batch",
-        "smaller micro-batches and other ranks give other statistics. SyncBatchNorm takes those of all ranks; "
-        "LayerNorm and GroupNorm need none (trap 11).",
-    )
+def group_has_other_samples(look: Look) -> Words | None:
+    """Ranks that cut layers or tokens between them must have the same samples."""
+    degrees, of_b = look.made.b.first.get("mesh", {}), look.made.b.samples(look.step)
+    seen: dict[tuple[int, ...], int] = {}
+    for rank, place in enumerate(product(*map(range, degrees.values()))) if degrees else ():
+        data = tuple(at for name, at in zip(degrees, place, strict=True) if name not in CUTTING)
+        other = seen.setdefault(data, rank)
+        if set(of_b[rank]) != set(of_b[other]):
+            group = " and ".join(name for name in degrees if name in CUTTING)
+            return {"other": other, "rank": rank, "group": group}
+    return None
 
 
-def other_precision(made: Comparison, first: Quantity) -> Cause | None:
-    for one in made.of(first.step, OUTPUT):
-        a, b = one.dtypes
+def _samples(look: Look) -> tuple[set[int], set[int]]:
+    in_a, in_b = (set(chain.from_iterable(run.samples(look.step))) for run in (look.made.a, look.made.b))
+    return in_a, in_b
+
+
+def samples_differ(look: Look) -> Words | None:
+    a, b = _samples(look)
+    return {"missing": len(a - b), "all": len(a), "new": len(b - a)} if a and b and a != b else None
+
+
+def two_ranks_share(look: Look) -> Words | None:
+    """The two with most in common."""
+    of_ranks = list(map(set, look.made.b.samples(look.step)))
+    pairs = [(len(of_ranks[i] & of_ranks[j]), i, j) for i, j in combinations(range(len(of_ranks)), 2)]
+    shared, i, j = max(pairs, default=(0, 0, 0))
+    return {"shared": shared, "i": i, "j": j, "is_all": of_ranks[i] == of_ranks[j]} if shared else None
+
+
+def two_ranks_share_all(look: Look) -> Words | None:
+    words = two_ranks_share(look)
+    return words if words and words["is_all"] else None
+
+
+def some_samples_are_right(look: Look) -> bool:
+    a, b = _samples(look)
+    return bool(a & b)
+
+
+def no_sample_is_new(look: Look) -> bool:
+    a, b = _samples(look)
+    return b <= a
+
+
+def samples_are_of_other_steps(look: Look) -> bool:
+    return _samples(look)[1] <= {k for step in look.made.a.steps for keys in look.made.a.samples(step) for k in keys}
+
+
+def samples_repeat(look: Look) -> Words | None:
+    """Some count more often than others. Ranks that cut a model between them all have the same."""
+    in_a, in_b = (Counter(chain.from_iterable(run.samples(look.step))) for run in (look.made.a, look.made.b))
+    if look.made.first is None or not in_a or in_a.keys() != in_b.keys():
+        return None  # where nothing differs they have no weight
+    counts = [in_b[key] / in_a[key] for key in in_a]
+    often = sum(count > min(counts) for count in counts)
+    return {"often": often, "all": len(counts)} if often else None
+
+
+# The start, and precision ---------------------------------------------------------------------------------------------
+
+
+def parameters_have_other_dtypes(look: Look) -> Words | None:
+    """As the optimizer updates them."""
+    in_a, in_b = (run.first.get("dtypes", {}) for run in (look.made.a, look.made.b))
+    names = [name for name in in_a if in_b.get(name, in_a[name]) != in_a[name]]
+    return {"names": and_others(names), "a": in_a[names[0]], "b": in_b[names[0]]} if names else None
+
+
+def outputs_have_other_dtypes(look: Look) -> Words | None:
+    for output in look.made.of(look.step, OUTPUT):
+        a, b = output.dtypes
         if a != b:
-            return Cause(
-                f"{one.name or 'the model'} answers in {a} in run A, and in {b} in run B",
-                "autocast, a mixed-precision policy or param_dtype of one run alone. Compare in one precision (trap "
-                "20).",
-            )
+            return {"output": output.name or "the model", "a": a, "b": b}
     return None
 
 
-def other_buffers(made: Comparison, first: Quantity) -> Cause | None:
-    """What ranks have in their buffers when a forward pass begins."""
-    ranks = some_ranks(first)
-    apart = [name for name, spread in made.buffers.get(first.step - 1, {}).items() if spread > first.limit]
-    if not ranks or not apart:
+def is_untied(look: Look) -> Words | None:
+    for tied in look.made.a.first["ties"]:
+        if tied not in look.made.b.first["ties"] and look.first.name in tied:
+            return {"tied": " and ".join(tied)}
+    return None
+
+
+def has_other_shape(look: Look) -> Words | None:
+    """Ranks have whole copies of a tensor, or cut it: together as many elements as run A's, a number of times."""
+    place = Place(look.first.kind, look.first.name)
+    in_a, in_b = (table.elements[table.places[place]] for table in look.tables)
+    if look.made.a.ranks > 1 or in_b.sum() % in_a.sum() == 0:
         return None
-    return Cause(
-        f"buffer {apart[0]} is not the same on all ranks, and the output of {first.name} differs on rank "
-        f"{listed(ranks)}",
-        "buffers are not sent from rank 0 before forward: broadcast_buffers=False, or a loop that calls the bare "
-        "module (trap 11).",
-    )
+    return {"whole": in_a.sum(), "largest": in_b.max()}
 
 
-def by_place(made: Comparison, first: Quantity) -> Cause | None:
-    """Which ranks are different, and by which factor."""
-    where = f"the {first.kind} of {first.name or 'the model'}"
-    factor = first.one_factor
-    if factor is not None and (named := factor_name(made, factor)):
-        return Cause(
-            f"{where} is x {factor:.4g}: {named}",
-            "a sum over ranks that all hold the whole, or one that is missing: what is cut over ranks is summed "
-            "once, and a bias is added once.",
-        )
-    if ranks := some_ranks(first):
-        return Cause(
-            f"{where} differs on rank {listed(ranks)} alone",
-            "this module's weights or inputs there are not those of the others: another branch, a mask, or positions "
-            "that begin at 0 on each rank.",
-        )
-    return None
+def is_nearly_the_same(look: Look) -> bool:
+    return look.first.worst < ROUNDED
 
 
-def partial_sums(made: Comparison, first: Quantity) -> Cause | None:
+def differs_on_some_ranks(look: Look) -> bool:
+    return bool(look.ranks)
+
+
+def ranks_are_apart(look: Look) -> bool:
+    return look.first.spread > look.first.limit
+
+
+# Modules --------------------------------------------------------------------------------------------------------------
+
+
+def is_in_training_in_one_run(look: Look) -> Words | None:
+    in_a, in_b = (look.module in modules for modules in look.facts("in_training"))
+    return {"which": "A" if in_a else "B"} if in_a != in_b else None
+
+
+def _masks(look: Look) -> list[Any]:
+    return [facts["masks"].get(look.module) for facts in look.made.b.facts[look.step]]
+
+
+def drops(look: Look) -> bool:
+    return any(_masks(look))
+
+
+def masks_are_alike(look: Look) -> bool:
+    first, *others = _masks(look)
+    return bool(others) and all(mask == first for mask in others)
+
+
+def takes_batch_statistics(look: Look) -> Words | None:
+    in_a, in_b = (run.first["kinds"].get(look.module, "") for run in (look.made.a, look.made.b))
+    return {"module_class": in_a} if "BatchNorm" in in_a and "Sync" not in in_b else None
+
+
+def buffers_are_apart(look: Look) -> Words | None:
+    """When a forward pass begins."""
+    spreads = look.made.buffers.get(look.step - 1, {})
+    apart = [name for name, spread in spreads.items() if spread > look.first.limit]
+    return {"buffer": apart[0]} if apart else None
+
+
+def is_a_multiple(look: Look) -> bool:
+    return look.first.one_factor is not None
+
+
+def factor_has_a_name(look: Look) -> bool:
+    return bool(factor_name(look.made, look.first.one_factor or 1.0))
+
+
+def is_a_partial_sum(look: Look) -> bool:
     """Of layers whose inputs are cut over ranks."""
-    outputs = made.of(first.step, OUTPUT)
-    before = outputs[: outputs.index(first)]
-    cut = {one.name for one in made.of(made.steps[0], START) if one.way == "parts"}
-    if first.way == "sum" or f"{of_module(first)}.weight" in cut:
-        has_bias = any(one.name == f"{of_module(first)}.bias" for one in made.of(made.steps[0], START))
-        return Cause(
-            f"what the ranks have as output of {first.name} does not add up to run A's",
-            ("a bias that each rank adds before the sum: add it once, after it. Or " if has_bias else "")
-            + "parts that do not belong together: a fused weight (query, key and value; gate and up) that is cut as "
-            "one, heads that are dealt otherwise than those of the layer before; or a part that is missing.",
-        )
-    if not before or before[-1].way != "sum":
-        return None
-    return Cause(
-        f"the output of {before[-1].name} is a part of a sum on each rank, and {first.name}, which comes next, differs",
-        f"the all-reduce between them is missing: sum the output of {before[-1].name} over the ranks.",
-    )
+    cut = {start.name for start in look.made.of(look.made.steps[0], START) if start.way == "parts"}
+    return look.first.way == "sum" or f"{look.module}.weight" in cut
 
 
-def of_cut_samples(made: Comparison, first: Quantity) -> Cause | None:
-    if not made.b.is_cut or first.way != "parts":
-        return None
-    return Cause(
-        f"each rank has a part of every sample, and makes another output of {first.name} of it",
-        "positions that begin at 0 on each rank, a causal mask of the part alone, or attention that does not see the "
-        "keys of other ranks.",
-    )
+def has_a_bias(look: Look) -> bool:
+    return any(start.name == f"{look.module}.bias" for start in look.made.of(look.made.steps[0], START))
 
 
-def backward(made: Comparison, first: Quantity) -> Cause | None:
-    """All outputs agree."""
-    gradients = made.of(first.step, OUTPUT_GRADIENT)
-    if first is gradients[0]:
-        return Cause(
-            f"outputs agree, and the loss gives another gradient to that of {first.name or 'the model'}",
-            "a collective within the loss that autograd does not see, as torch.distributed.all_gather or all_reduce "
-            f"({SEEN}). Or another loss: labels that are shifted after the cut, other tokens left out, or other "
-            "weights.",
-        )
-    if (found := other_scalar(made, first.step)) is not None:
-        return found
-    after = gradients[gradients.index(first) - 1].name
-    return Cause(
-        f"outputs agree, and the gradient goes wrong in backward between {after} and {first.name}",
-        f"a collective that autograd does not see ({SEEN}), an input of cut layers whose gradient is not summed over "
-        "ranks, a detach(), or the backward of a Function.",
-    )
+def follows_a_partial_sum(look: Look) -> Words | None:
+    outputs = look.made.of(look.step, OUTPUT)
+    before = outputs[: outputs.index(look.first)][-1:]
+    return {"before": before[0].name} if before and before[0].way == "sum" else None
 
 
-def other_scalar(made: Comparison, step: int) -> Cause | None:
+def samples_are_cut(look: Look) -> bool:
+    return look.made.b.is_cut and look.first.way == "parts"
+
+
+def others_agree_before(look: Look) -> Words | None:
+    """Gradients of outputs that are nearer to the loss."""
+    gradients = look.made.of(look.step, OUTPUT_GRADIENT)
+    before = gradients[: gradients.index(look.first)]
+    return {"after": before[-1].name} if before else None
+
+
+def a_number_has_a_factor(look: Look) -> Words | None:
     """A loss or a term of it that a module answers with. Each rank has that of its samples: their mean is compared."""
-    of_a, of_b = made.a.table(step), made.b.table(step)
-    for place in of_a.places:
-        rows = [(of, of.places[place]) for of in (of_a, of_b) if place.kind == OUTPUT and place in of.places]
-        if len(rows) < 2 or any((of.elements[at] > 1).any() or of.key[at].any() for of, at in rows):
+    of_a, of_b = look.tables
+    for place in of_a.places.keys() & of_b.places.keys():
+        rows = [(table, table.places[place]) for table in look.tables if place.kind == OUTPUT]
+        if not rows or any((table.elements[at] > 1).any() or table.key[at].any() for table, at in rows):
             continue
-        a, b = (of.moments[at, 0].mean() for of, at in rows)
-        if a and (named := factor_name(made, b / a)):
-            return Cause(
-                f"what {place.name or 'the model'} answers, a number, is x {b / a:.4g}: {named}; and gradients differ",
-                "a term of the loss, as that of an even load, is divided by ranks where the reduction averages "
-                "already, or by a count of all ranks beside a sum of this one.",
-            )
+        a, b = (table.moments[at, 0].mean() for table, at in rows)
+        if a and factor_name(look.made, b / a):
+            return {"number": place.name or "the model", "times": times(look.made, b / a)}
     return None
-
-
-RULES: list[Rule] = [other_mode, dropout, batch_statistics, other_buffers, by_place, partial_sums, of_cut_samples]
-OF_GRADIENTS: list[Rule] = [other_mode, by_place, backward]
-
-
-def buffer(made: Comparison, first: Quantity) -> Cause | None:
-    assert first.kind == BUFFER
-    others = made.of(first.step, BUFFER)
-    mean = f"{first.name.rpartition('.')[0]}.running_mean".lstrip(".")
-    if first.name.endswith("running_var") and any(one.name == mean and not one.differs for one in others):
-        return Cause(
-            f"buffer {first.name} differs, and {mean} agrees",
-            "the variance is divided by n where BatchNorm keeps that by n - 1, or by the n of a rank: multiply it by "
-            "n / (n - 1), of all ranks.",
-        )
-    return Cause(
-        f"buffer {first.name} of rank 0 differs",
-        "it is made of the samples of a rank or a micro-batch, as running statistics are (trap 11); or it is updated "
-        "once a micro-batch instead of once a step, as averages of weights are.",
-    )

@@ -1,0 +1,163 @@
+"""The first difference of two runs, as tests of causes and their sentences see it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ddp_lab.parity.comparison import Comparison, Quantity
+from ddp_lab.parity.sketch import SIZE
+from ddp_lab.parity.store import GRADIENT, SHARE, Place, Recorded, Table
+
+NEAR = 0.02
+"""Relative, of a factor and what it may be."""
+CLOSE = 1e-2
+"""Relative, of sketches that are one."""
+SCALE = 256
+"""A power of two from here on is a loss scale."""
+Words = dict[str, Any]
+
+
+class Look(NamedTuple):
+    """Attributes:
+    step: The one in which runs differ first, or one before.
+    """
+
+    made: Comparison
+    step: int
+
+    @property
+    def first(self) -> Quantity:
+        first = self.made.first
+        assert first is not None  # in no place where quantities are looked at
+        return first
+
+    @property
+    def module(self) -> str:
+        return self.first.name.partition("#")[0]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks on which it differs, if it does not on all that have it."""
+        known, ranks = {rank for rank, _ in self.first.error}, self.first.ranks
+        return ranks if -1 not in known and 0 < len(ranks) < len(known) else []
+
+    @property
+    def gradients(self) -> list[Quantity]:
+        return self.made.of(self.step, GRADIENT)
+
+    @property
+    def tables(self) -> tuple[Table, Table]:
+        return self.made.a.table(self.step), self.made.b.table(self.step)
+
+    def facts(self, name: str) -> tuple[Any, Any]:
+        """What rank 0 of both runs knows of the step."""
+        in_a, in_b = (run.facts[self.step][0].get(name) for run in (self.made.a, self.made.b))
+        return in_a, in_b
+
+    def words(self) -> Words:
+        """That all sentences may use."""
+        words: Words = {"step": self.step, "step_before": self.step - 1}
+        if (first := self.made.first) is None:
+            return words
+        factor = first.one_factor
+        return words | {
+            "first": first,
+            "name": first.name or "the model",
+            "module": self.module or "the model",
+            "kind": first.kind,
+            "ranks": ", ".join(map(str, self.ranks)),
+            "times": "" if factor is None else times(self.made, factor),
+        }
+
+
+def factor_name(made: Comparison, factor: float) -> str:
+    """What `factor` may be in the runs: ranks, micro-batches, degrees of a mesh, the loss scale."""
+    ranks, micro = made.b.ranks / made.a.ranks, made.b.micro_batches / made.a.micro_batches
+    known = {"ranks": ranks, "micro-batches": micro}
+    if ranks != 1 and micro != 1:
+        known["ranks x micro-batches"] = ranks * micro
+    known |= {f"{name} of the mesh": float(degree) for name, degree in made.b.first.get("mesh", {}).items()}
+    if factor >= SCALE and is_power_of_two(factor, NEAR):
+        known["a loss scale"] = factor
+    names = []
+    for name, value in known.items():
+        if value != 1 and abs(factor / value - 1) < NEAR:
+            names.append(name)
+        elif value != 1 and abs(factor * value - 1) < NEAR:
+            names.append(f"1 / {name}")
+    return " or ".join(names)
+
+
+def is_power_of_two(factor: float, near: float) -> bool:
+    return abs(np.log2(abs(factor)) - round(np.log2(abs(factor)))) < near
+
+
+def times(made: Comparison, factor: float) -> str:
+    """`x 2: ranks`."""
+    named = factor_name(made, factor)
+    return f"x {factor:.4g}" + (f": {named}" if named else "")
+
+
+def and_others(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+# Sketches ------------------------------------------------------------------------------------------------------------
+
+
+def sketch_of(run: Recorded, step: int, quantity: Quantity) -> np.ndarray:
+    """Of the first row, as rank 0 has it; not a number, where the run has no such quantity in the step."""
+    place = Place(quantity.kind, quantity.name, quantity.call)
+    if step not in run.facts or place not in (table := run.table(step)).places:
+        return np.full(SIZE, np.nan)
+    sketch: np.ndarray = table.sketches[table.places[place][0]]
+    return sketch
+
+
+def is_close(sketch: np.ndarray, wanted: np.ndarray) -> bool:
+    return bool(np.linalg.norm(sketch - wanted) <= CLOSE * np.linalg.norm(wanted))
+
+
+def scale_after_backward(made: Comparison, step: int) -> float:
+    """By what run A multiplies its gradients before the optimizer reads them: 1, if nothing tells."""
+    table, found = made.a.table(step), list[float]()
+    for place, rows in table.places.items():
+        wanted = table.places.get(Place(GRADIENT, place.name)) if place.kind == SHARE else None
+        if wanted is not None:
+            of_samples, gradient = table.sketches[rows].sum(0), table.sketches[wanted[0]]
+            factor = float(of_samples @ gradient) / max(float(of_samples @ of_samples), 1e-300)
+            if factor and is_close(of_samples * factor, gradient):
+                found.append(factor)
+    return float(np.median(found)) if found else 1.0
+
+
+def weights_of_micro_batches(made: Comparison, step: int) -> np.ndarray | None:
+    """How often each micro-batch of run B counts in its gradients beside run A's, of shape (ranks, micro-batches).
+
+    Biases and norms tell: what each sample adds to their gradients is known from run A. None: they do not tell.
+    """
+    table = made.a.table(step)
+    keys = [[set(some) for some in facts["keys"]] for facts in made.b.facts[step]]
+    columns, of_b = list[np.ndarray](), list[np.ndarray]()
+    for one in made.of(step, GRADIENT):
+        place = Place(SHARE, one.name)
+        wanted, theirs = sketch_of(made.a, step, one), sketch_of(made.b, step, one)
+        if place not in table.places:
+            continue
+        rows = table.places[place]
+        of_a = table.sketches[rows].sum(0)
+        factor = float(of_a @ wanted) / max(float(of_a @ of_a), 1e-300)  # clipping
+        if not is_close(of_a * factor, wanted):
+            continue
+        parts = [[rows[np.isin(table.key[rows], list(some))] for some in of_rank] for of_rank in keys]
+        columns.append(np.stack([table.sketches[part].sum(0) * factor for of_rank in parts for part in of_rank], 1))
+        of_b.append(theirs)
+    count = sum(map(len, keys))
+    if not columns or count < 2 or len({len(of_rank) for of_rank in keys}) > 1 or 2 * count > len(of_b) * len(of_b[0]):
+        return None
+    matrix, right = np.concatenate(columns), np.concatenate(of_b)
+    weights = np.linalg.lstsq(matrix, right, rcond=None)[0]
+    if not is_close(matrix @ weights, right):
+        return None
+    return weights.reshape(len(keys), -1)
