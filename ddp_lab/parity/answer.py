@@ -4,8 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_lab.parity.causes import Cause, cause_of
-from ddp_lab.parity.comparison import Comparison, Quantity
+from ddp_lab.parity.comparison import FEWER, FILLED, INNER, UNSEEN, Comparison, Quantity
 from ddp_lab.parity.store import PARAMETER
+
+NOTES = {
+    UNSEEN: "not seen in run B: outputs of {} modules (compiled, or replaced)",
+    FEWER: "called less often in run B: {} modules (by sample, or a call that is missing)",
+    FILLED: "left out: outputs of {} modules that are longer or shorter in run B (padding by rank, other shapes)",
+    INNER: "left out: outputs of {} modules that differ within one whose output agrees (another implementation)",
+}
+BY_SIZE = (
+    "compared by size alone: {} quantities of which each rank has a part; an exchange of elements within them is "
+    "not seen"
+)
 
 
 @dataclass(frozen=True)
@@ -69,11 +80,5 @@ def place(one: Quantity) -> str:
 def unseen(made: Comparison) -> list[str]:
     """What the comparison does not cover."""
     in_parts = [one for one in made.quantities if one.way == "parts"]
-    notes = {
-        f"not seen in run B: outputs of {len(made.unseen)} modules (compiled, or replaced)": made.unseen,
-        f"left out: outputs of {len(made.inner)} modules that differ within one whose output agrees (another "
-        "implementation, or other filling)": made.inner,
-        f"compared by size alone: {len(in_parts)} quantities of which each rank has a part; an exchange of elements "
-        "within them is not seen": in_parts,
-    }
-    return [note for note, of in notes.items() if of]
+    notes = [NOTES[why].format(len(names)) for why, names in made.left_out.items() if names]
+    return [*notes, BY_SIZE.format(len(in_parts))] if in_parts else notes

@@ -5,7 +5,7 @@ parallelism), or if it is cut over ranks and its moments add up. How far they ma
 (`limits`).
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,8 @@ from ddp_lab.parity.store import (
 from ddp_lab.runtime.errors import UserError
 
 KINDS = (START, OUTPUT, OUTPUT_GRADIENT, GRADIENT, PARAMETER, BUFFER)
+UNSEEN, FEWER, FILLED, INNER = "unseen", "fewer calls", "filled up otherwise", "within one that agrees"
+"""Why outputs are left out."""
 
 
 @dataclass
@@ -35,8 +37,7 @@ class Comparison:
     """Attributes:
     quantities: In the order in which run A made them, as far as both runs have them.
     only: Names of gradients that only one run has, by step: in A, in B.
-    unseen: Modules whose outputs run A has and run B has not.
-    inner: Modules whose outputs differ within one whose output agrees.
+    left_out: Modules whose outputs are not compared, by reason: `UNSEEN`, `FEWER`, `FILLED`, `INNER`.
     scales: Of each step, the factor between output gradients of B and A, by rank and micro-batch. It is the scale
         of the loss from which backward ran, and no fault by itself.
     """
@@ -47,8 +48,7 @@ class Comparison:
     only: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)
     scales: dict[int, dict[tuple[int, int], float]] = field(default_factory=dict)
     buffers: dict[int, dict[str, float]] = field(default_factory=dict)
-    unseen: set[str] = field(default_factory=set)
-    inner: set[str] = field(default_factory=set)
+    left_out: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     @property
     def steps(self) -> list[int]:
@@ -69,19 +69,18 @@ def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comp
     steps = [step for step in a.steps if step in b.steps]
     if not steps:
         raise UserError(f"{a.folder} and {b.folder} have no step in common")
-    b = matched(a, b)
-    made = Comparison(a, b)
-    rounded = {(one.step, one.kind, one.name, one.call): one.worst for one in _all(a, yardstick, steps)}
-    made.quantities = list(_all(a, b, steps, made))
+    made = _compared_in(a, matched(a, b), steps)
+    rounded = _compared_in(a, yardstick, steps).quantities if yardstick is not None else []
+    errors = {(one.step, one.kind, one.name, one.call): one.worst for one in rounded}
     coarsest = max(
         (d for one in made.quantities for d in one.dtypes if d in EPSILON), key=EPSILON.__getitem__, default="float32"
     )
     for one in made.quantities:
-        one.limit = limit_of(one, rounded, coarsest)
+        one.limit = limit_of(one, errors, coarsest)
     for step in steps:
         forgive_small(made.of(step, GRADIENT), made.of(step, PARAMETER))
         inner = _inner(made.of(step, OUTPUT))
-        made.inner |= {name for name, _ in inner}
+        made.left_out[INNER] |= {name for name, _ in inner}
         modules = (OUTPUT, OUTPUT_GRADIENT)
         made.quantities = [
             one
@@ -103,30 +102,29 @@ def _inner(outputs: list[Quantity]) -> set[tuple[str, int]]:
     return inner
 
 
-def _all(a: Recorded, b: Recorded | None, steps: list[int], made: Comparison | None = None) -> Iterator[Quantity]:
-    if b is None:
-        return
-    for step in steps:
-        if step not in b.facts:
-            continue
-        tables = a.table(step), b.table(step)
-        here = [place for place in tables[0].places if place in tables[1].places and place.kind in KINDS]
-        found = [one for place in here if (one := _compared(step, place, *tables)) is not None]
-        scales = _scales([one for one in found if one.kind == OUTPUT_GRADIENT])
+def _compared_in(a: Recorded, b: Recorded, steps: list[int]) -> Comparison:
+    """Without limits."""
+    made = Comparison(a, b)
+    for step in [step for step in steps if step in b.facts]:
+        in_a, in_b = a.table(step), b.table(step)
+        here = [place for place in in_a.places if place in in_b.places and place.kind in KINDS]
+        found = [one for place in here if (one := _compared(step, place, in_a, in_b, made.left_out)) is not None]
+        made.scales[step] = _scales([one for one in found if one.kind == OUTPUT_GRADIENT])
         for one in found:
             if one.kind == OUTPUT_GRADIENT:
-                _unscale(one, scales)
-        yield from sorted(found, key=lambda one: KINDS.index(one.kind))
-        if made is not None:
-            made.scales[step] = scales
-            made.buffers[step] = {place.name: tables[1].spread(place) for place in here if place.kind == BUFFER}
-            names = [{place.name for place in table.places if place.kind == GRADIENT} for table in tables]
-            made.only[step] = sorted(names[0] - names[1]), sorted(names[1] - names[0])
-            of_a, of_b = ({place.name for place in table.places if place.kind == OUTPUT} for table in tables)
-            made.unseen |= of_a - of_b
+                _unscale(one, made.scales[step])
+        made.quantities += sorted(found, key=lambda one: KINDS.index(one.kind))
+        made.buffers[step] = {place.name: in_b.spread(place) for place in here if place.kind == BUFFER}
+        of_a, of_b = ({place.name for place in table.places if place.kind == GRADIENT} for table in (in_a, in_b))
+        made.only[step] = sorted(of_a - of_b), sorted(of_b - of_a)
+        names = {place.name for place in in_b.places if place.kind == OUTPUT}
+        for place in in_a.places.keys() - in_b.places.keys():
+            if place.kind == OUTPUT:
+                made.left_out[FEWER if place.name in names else UNSEEN].add(place.name)
+    return made
 
 
-def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:
+def _compared(step: int, place: Place, a: Table, b: Table, left_out: dict[str, set[str]]) -> Quantity | None:
     """None: the runs give no like for like."""
     in_a, rows = dict[int, int](), b.places[place]
     for row in a.places[place]:
@@ -160,7 +158,8 @@ def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:
     if place.kind == PARAMETER:  # the norm of an update, and how coarse its parameter is beside it
         made.norm = float(np.linalg.norm(a.sketches[at_a[0]]))
         made.coarse = float(a.held[at_a[0]]) / max(made.norm, 1e-300)
-    is_cut = bool((a.elements[at_a] != b.elements[at_b]).any())
+    shares = b.elements[at_b] / a.elements[at_a]
+    is_cut = bool((shares != 1).any())
     if not is_of_modules and not is_cut:
         made.spread = b.spread(place)
         return made
@@ -169,9 +168,12 @@ def _compared(step: int, place: Place, a: Table, b: Table) -> Quantity | None:
     keys, which = np.unique(b.key[at_b], return_inverse=True)
     firsts = np.array([in_a[key] for key in keys])
     if is_cut:
-        copies = np.zeros(len(keys))
-        np.add.at(copies, which, b.elements[at_b] / a.elements[at_a])
-        parts = _added(b.moments[at_b], which, len(keys)) / np.maximum(copies, 1e-9)[:, None]
+        copies = np.bincount(which, shares)
+        is_other = (shares > 1).any() or (copies < 1 - 1e-9).any()  # more or fewer tokens than run A's
+        if is_other and is_of_modules and not b.is_cut:
+            left_out[FILLED].add(place.name)
+            return None
+        parts = _added(b.moments[at_b], which, len(keys)) / copies[:, None]
         found_in_parts = _difference(_sizes(a.moments[firsts]), _sizes(parts))
         if b.is_cut:  # what has no samples, as an embedding of positions, has other rows in a part: only sums compare
             of_all = (_sizes(moments.sum(0, keepdims=True)) for moments in (a.moments[firsts], parts))

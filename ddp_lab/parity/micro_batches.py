@@ -22,6 +22,7 @@ class MicroBatches:
         inside: A forward pass of the whole model runs; always in a pipeline, where it has no one beginning.
         number: Of the current micro-batch in the step, from 0; -1 outside of them.
         keys: For each micro-batch of the step, a number for each of its samples, by content.
+        tokens: The same, by tokens and their position_ids, if the model is given them (`has_positions`).
     """
 
     def __init__(self, in_pipeline: bool, part_of_tokens: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -31,6 +32,7 @@ class MicroBatches:
 
     def begin_step(self) -> None:
         self.number, self.keys = -1, list[list[int]]()
+        self.tokens, self.has_positions = list[list[int]](), False
         self._masks, self._rows, self._lengths = list[Tensor | None](), list[int](), list[int]()
         self._calls: dict[str, int] = {}
 
@@ -57,7 +59,11 @@ class MicroBatches:
         first = next(iter(tensors.values()), None)
         count = 0 if first is None else len(first)
         self._rows.append(0 if first is None or first.dim() < 2 else count * first.shape[1])
-        has_tokens = self._rows[-1] and first is not None and not first.is_floating_point()
+        has_tokens = first is not None and first.dim() == 2 and not first.is_floating_point()
+        if first is not None and has_tokens:
+            positions = tensors.get("position_ids")
+            self.has_positions = positions is not None and positions.dim() < 3 and positions.shape[-1] == first.shape[1]
+            self.tokens.append(sketch.fingerprints([first], positions if self.has_positions else None).tolist())
         content = []
         for name, tensor in tensors.items():
             if name in NOT_CONTENT or len(tensor) != count:

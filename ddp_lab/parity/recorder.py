@@ -108,6 +108,8 @@ class Recorder:
             | {
                 "ranks": self._ranks,
                 "keys": self._micro_batches.keys,
+                "tokens": self._micro_batches.tokens,
+                "has_positions": self._micro_batches.has_positions,
                 "in_training": sorted(subject.plain(n) for n, m in self._module.named_modules() if m.training),
                 "ties": subject.ties(self._module),
                 "hooked": subject.hooked(self._of),
@@ -220,8 +222,9 @@ class Recorder:
         def add(gradient: Tensor) -> None:
             each = gradient.detach() if by is None else gradient.detach() * by
             rows, keys, _ = rows_of(each, self._micro_batches, number)
-            shares = rows.double().view(len(rows), -1, size).sum(1)
-            self._add(sketch.of_rows(shares), keys, store.SHARE, f"{name}.{of}", 0, [size] * len(keys), "float64")
+            if rows.shape[1] % size == 0:  # else of one sample, with as many features as there are samples
+                shares = rows.double().view(len(rows), -1, size).sum(1)
+                self._add(sketch.of_rows(shares), keys, store.SHARE, f"{name}.{of}", 0, [size] * len(keys), "float64")
 
         output.register_hook(add)
 

@@ -73,11 +73,13 @@ def of_block(block: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Ten
     return torch.cat([sums, torch.stack([values.sum(), values.square().sum(), values.abs().sum()])])
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+def fingerprints(tensors: Sequence[Tensor], positions: Tensor | None = None) -> Tensor:
     """A number for each row of what tensors hold together; equal rows have equal ones.
 
     Args:
         tensors: Each of shape (rows, ...). Trailing zeros of a row do not count.
+        positions: Of the elements of a row, of shape (elements,) or (rows or 1, elements), by default from 0. Numbers
+            of parts of a row, each with its positions, add up to that of the row.
 
     Returns:
         int64 of shape (rows,).
@@ -87,7 +89,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
         rows = tensor.detach().reshape(len(tensor), -1)
         if rows.is_floating_point():
             rows = rows.float().view(torch.int32)
-        places = torch.arange(rows.shape[1], device=rows.device) + 1
+        places = 1 + (torch.arange(rows.shape[1], device=rows.device) if positions is None else positions)
         weights = (places * 0x9E3779B97F4A7C1 + number * 0x1B873593) ^ (places << 17)
         total = total * 31 + (rows.long() * weights).sum(1)
     return total

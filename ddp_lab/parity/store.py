@@ -162,6 +162,7 @@ class Table:
         is_cut: As of `Recorded`.
         elements: In a sample, without filling, or in a whole tensor, as the rank has it.
         places: Rows by quantity, in the order in which they were made.
+        blocks: Sketches of the parts that ranks have of a quantity, by rank; its row has their sum.
     """
 
     def __init__(self, recorded: Recorded, step: int) -> None:
@@ -175,8 +176,11 @@ class Table:
         self.held = np.sqrt(self.moments[:, 1])
         self._to_updates(frame, recorded, step)
         order = frame["order"].to_numpy()
-        found = frame.groupby(["kind", "name", "call"], sort=False).indices
-        rows = {Place(*place): self._whole(np.sort(at)) for place, at in found.items()}  # type: ignore[misc]
+        self.blocks = dict[Place, dict[int, np.ndarray]]()
+        rows = dict[Place, np.ndarray]()
+        for key, at in frame.groupby(["kind", "name", "call"], sort=False).indices.items():
+            place = Place(*key)  # type: ignore[misc]
+            rows[place] = self._whole(place, np.sort(at))
         self.places = {place: rows[place] for place in sorted(rows, key=lambda place: order[rows[place]].min())}
 
     def _to_updates(self, frame: pd.DataFrame, recorded: Recorded, step: int) -> None:
@@ -189,12 +193,13 @@ class Table:
             if place in before:
                 self.sketches[row] -= before[place][:SIZE]
 
-    def _whole(self, rows: np.ndarray) -> np.ndarray:
+    def _whole(self, place: Place, rows: np.ndarray) -> np.ndarray:
         """Blocks of a tensor are added up, each once."""
         if (self.part[rows] < 0).all():
             return rows
         _, first = np.unique(self.part[rows], return_index=True)
         blocks = rows[first]
+        self.blocks[place] = dict(zip(self.rank[blocks], self.sketches[blocks].copy(), strict=True))
         self.sketches[rows[0]], self.moments[rows[0]] = self.sketches[blocks].sum(0), self.moments[blocks].sum(0)
         self.rank[rows[0]] = -1
         return rows[:1]

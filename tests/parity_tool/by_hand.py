@@ -53,8 +53,8 @@ class CutNet(nn.Module):
             self.up.weight = nn.Parameter(self.up.weight.detach().chunk(ranks)[rank].clone())
             self.down.weight = nn.Parameter(self.down.weight.detach().chunk(ranks, dim=1)[rank].clone())
 
-    def forward(self, words: Tensor, start: int) -> Tensor:
-        hidden = self.embed(words) + self.place(torch.arange(start, start + words.shape[1])) * self.rate
+    def forward(self, words: Tensor, position_ids: Tensor) -> Tensor:
+        hidden = self.embed(words) + self.place(position_ids) * self.rate
         if self.fault == "reentrant":
             return self.head(self.last(hidden + checkpoint(self.inner, hidden, use_reentrant=True)))
         return self.head(self.last(hidden + self.inner(hidden)))
@@ -90,7 +90,7 @@ def train(
         start = 0
         if cut == "tokens":
             words, labels = (one.chunk(ranks, dim=1)[rank].clone() for one in (words, labels))
-            start = 0 if fault == "positions" else rank * words.shape[1]
+            start = {"positions": 0, "others' positions": ranks - 1 - rank}.get(fault, rank) * words.shape[1]
             if fault == "labels":
                 labels[:, -1] = -100
         elif not cut:
@@ -98,7 +98,8 @@ def train(
         for some, theirs in zip(words.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
             if fault == "zero between":
                 optimizer.zero_grad()
-            loss = cross_entropy(model(some, start).flatten(0, 1), theirs.flatten()) / micro_batches
+            scores = model(some, position_ids=torch.arange(start, start + some.shape[1]))
+            loss = cross_entropy(scores.flatten(0, 1), theirs.flatten()) / micro_batches
             (loss * scale / (1 if cut == "tp" else ranks)).backward()
             if fault == "average":
                 model.average.lerp_(model.head.weight.detach(), 0.1)

@@ -74,6 +74,7 @@ class Loop:
         counts: bool = False,
         padded: bool = False,
         clips: float = 0.0,
+        clips_by_hand: float = 0.0,
         autocast: bool = False,
         checkpoint: bool = False,
         rounding: bool = False,
@@ -83,6 +84,7 @@ class Loop:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.wrapper, self.fault, self.micro_batches = wrapper, fault, micro_batches
         self.padded, self.clips, self.autocast, self.rounding = padded, clips, autocast, rounding
+        self.clips_by_hand = clips if fault == "clips shards" else clips_by_hand
         torch.manual_seed(7 + self.rank if fault == "other start" else 7)
         net = Net(dropout, tied=fault != "untied", counts=counts, more_words=3 * (fault == "more words"))
         if fault == "untied":
@@ -159,8 +161,8 @@ class Loop:
             self.one_step_late()
         if self.clips and self.fault not in ("clips first", "clips shards"):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clips)
-        if self.fault == "clips shards":
-            self.clip_shards()
+        if self.clips_by_hand:
+            self.clip_by_hand()
         self.optimizer.step()
         if self.sends and self.fault != "not sent":  # each parameter's owner has updated it
             for number, parameter in enumerate(self.groups()):
@@ -242,12 +244,15 @@ class Loop:
             dist.all_reduce(gradient)
             gradient /= self.ranks
 
-    def clip_shards(self):
-        """By the norm of what a rank holds."""
-        gradients = [parameter.grad.to_local() for parameter in self.model.parameters()]  # type: ignore[union-attr]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    def clip_by_hand(self):
+        """By the norm of what all ranks hold; with faults, of what a rank holds, or of every other gradient."""
+        gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in self.model.parameters()]
+        some = gradients[self.rank :: 2] if self.fault == "norm of some" else gradients
+        square = torch.stack([gradient.square().sum() for gradient in some]).sum()
+        if self.wrapper == "fsdp" and not self.fault:
+            dist.all_reduce(square)
         for gradient in gradients:
-            gradient *= min(1.0, self.clips / float(norm))
+            gradient *= min(1.0, self.clips_by_hand / float(square.sqrt()))
 
     def one_step_late(self):
         now = [parameter.grad.clone() for parameter in self.model.parameters()]  # type: ignore[union-attr]

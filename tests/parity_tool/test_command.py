@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from ddp_lab.parity import watch
+from ddp_lab.parity.answer import Answer
 from ddp_lab.parity.command import build_parser, main
+from ddp_lab.parity.comparison import compare
+from ddp_lab.parity.store import read
 from tests.parity_tool.test_faults import RUNS, run_both, run_one
 from tests.ranks import RankPool
 
@@ -62,6 +65,37 @@ def test_what_a_failed_run_names_is_there(tmp_path):
     named = re.findall(rf"{tmp_path}/\S+(?:json|log)", answer.stderr)
     assert answer.returncode == 2, answer.stderr
     assert len(named) == 2 and all(Path(each).is_file() for each in named)
+
+
+class Pooled(torch.nn.Module):
+    """A sample's mean embedding, each sample by itself, with or without what fills it up."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.scores, self.head = torch.nn.Embedding(9, 4), torch.nn.Softmax(-1), torch.nn.Linear(4, 4)
+
+    def forward(self, words, attention_mask):
+        weights = self.scores(attention_mask.float().log())[..., None]
+        return torch.cat([self.head(some[None]) for some in (self.embed(words) * weights).sum(1)])
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_padding_by_micro_batch_is_told(is_masked, tmp_path):
+    words = torch.arange(1, 9) * (torch.arange(8) < torch.tensor([8, 8, 5, 4])[:, None])
+    for run, size in (("a", 4), ("b", 2)):
+        torch.manual_seed(0)
+        recorder = watch(model := Pooled(), tmp_path / run, steps=1)
+        for some in words.split(size):
+            some = some[:, : int((some > 0).sum(1).max())]
+            model(some, attention_mask=(some > 0) | (not is_masked)).square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        recorder.close()
+    answer = Answer.of(compare(read(tmp_path / "a"), read(tmp_path / "b")), False, [])
+    assert answer.differs != is_masked
+    text = "\n".join(answer.lines)
+    assert "called less often in run B: 1 modules" in text
+    assert is_masked or "longer or shorter in run B (padding" in text
+    assert is_masked or ("filled up to other lengths" in answer.lines[1] and "attention_mask" in answer.lines[3])
 
 
 def test_tensors_of_a_module_are_kept_whole(tmp_path):

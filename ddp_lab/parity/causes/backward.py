@@ -1,6 +1,6 @@
 """Tests of gradients as the optimizer reads them, of updates and of buffers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from ddp_lab.parity.causes.look import (
     sketch_of,
     times,
     weights_of_micro_batches,
+    weights_of_parts,
 )
+from ddp_lab.parity.comparison import FILLED, UNSEEN
 from ddp_lab.parity.store import BUFFER, PARAMETER
 
 CLOSE = 2e-3
@@ -55,7 +57,7 @@ def is_frozen_in_one_run(look: Look) -> bool:
 
 def module_is_unseen(look: Look) -> bool:
     in_a, in_b = look.made.only[look.step]
-    return bool({name.rpartition(".")[0] for name in in_a or in_b} & look.made.unseen)
+    return bool({name.rpartition(".")[0] for name in in_a or in_b} & look.made.left_out[UNSEEN])
 
 
 def no_gradient_is_in_both(look: Look) -> bool:
@@ -77,6 +79,28 @@ def some_ranks_agree(look: Look) -> Words | None:
     gradients = [gradient for gradient in look.gradients if not gradient.is_small]  # rounding is alike nowhere
     apart = sum(gradient.spread > gradient.limit for gradient in gradients)
     return {"apart": apart, "all": len(gradients)} if apart < len(gradients) else None
+
+
+def ranks_have_other_factors(look: Look) -> Words | None:
+    """And nothing else is different."""
+    first = look.first
+    is_factor = all(rest <= CLOSE * abs(first.factor[which]) for which, rest in first.rest.items())
+    return {"factors": _by_rank({rank: factor for (rank, _), factor in first.factor.items()})} if is_factor else None
+
+
+def parts_have_other_factors(look: Look) -> Words | None:
+    weights = weights_of_parts(look.made, look.step)
+    if weights is None or np.ptp(weights) <= NEAR * np.abs(weights).max():
+        return None
+    return {"factors": _by_rank(dict(enumerate(1 / weights)))}
+
+
+def _by_rank(factors: Mapping[int, float]) -> str:
+    return ", ".join(f"x {factor:.4g} on rank {rank}" for rank, factor in list(factors.items())[:4])
+
+
+def samples_are_filled_up_otherwise(look: Look) -> bool:
+    return bool(look.made.left_out[FILLED])
 
 
 def is_sum_with_step_before(look: Look) -> bool:

@@ -4,6 +4,8 @@ from collections import Counter
 from itertools import chain, combinations, product
 from typing import Any
 
+import numpy as np
+
 from ddp_lab.parity.causes.look import (
     Look,
     Words,
@@ -11,7 +13,7 @@ from ddp_lab.parity.causes.look import (
     factor_name,
     times,
 )
-from ddp_lab.parity.store import OUTPUT, OUTPUT_GRADIENT, START, Place
+from ddp_lab.parity.store import OUTPUT, OUTPUT_GRADIENT, START, Place, Recorded
 
 CUTTING = ("tp", "cp", "pp")
 """Dimensions of a mesh whose ranks have the same samples."""
@@ -186,6 +188,19 @@ def follows_a_partial_sum(look: Look) -> Words | None:
 
 def samples_are_cut(look: Look) -> bool:
     return look.made.b.is_cut and look.first.way == "parts"
+
+
+def positions_are_of_other_tokens(look: Look) -> bool:
+    """What ranks have of a sample, each token at its position, does not add up to run A's."""
+    if not look.facts("has_positions")[1]:
+        return False
+    whole, *_ = _tokens(look.made.a, look.step)
+    return not np.array_equal(np.sum(_tokens(look.made.b, look.step), axis=0), whole)
+
+
+def _tokens(run: Recorded, step: int) -> list[list[int]]:
+    """A number for each sample, by rank."""
+    return [list(chain.from_iterable(facts["tokens"])) for facts in run.facts[step]]
 
 
 def others_agree_before(look: Look) -> Words | None:

@@ -154,10 +154,25 @@ def weights_of_micro_batches(made: Comparison, step: int) -> np.ndarray | None:
         columns.append(np.stack([table.sketches[part].sum(0) * factor for of_rank in parts for part in of_rank], 1))
         of_b.append(theirs)
     count = sum(map(len, keys))
-    if not columns or count < 2 or len({len(of_rank) for of_rank in keys}) > 1 or 2 * count > len(of_b) * len(of_b[0]):
+    if count < 2 or len({len(of_rank) for of_rank in keys}) > 1:
         return None
-    matrix, right = np.concatenate(columns), np.concatenate(of_b)
-    weights = np.linalg.lstsq(matrix, right, rcond=None)[0]
-    if not is_close(matrix @ weights, right):
+    weights = _combination(columns, of_b)
+    return None if weights is None else weights.reshape(len(keys), -1)
+
+
+def weights_of_parts(made: Comparison, step: int) -> np.ndarray | None:
+    """With which the parts of gradients that ranks of run B have add up to run A's, of shape (ranks,)."""
+    blocks = {place.name: parts for place, parts in made.b.table(step).blocks.items() if place.kind == GRADIENT}
+    cut = [gradient for gradient in made.of(step, GRADIENT) if gradient.name in blocks]
+    nothing, ranks = np.zeros(SIZE), range(made.b.ranks)
+    columns = [np.stack([blocks[one.name].get(rank, nothing) for rank in ranks], 1) for one in cut]
+    return _combination(columns, [sketch_of(made.a, step, one) for one in cut])
+
+
+def _combination(columns: list[np.ndarray], wanted: list[np.ndarray]) -> np.ndarray | None:
+    """Weights with which columns add up to what is wanted. None: none do, or there are too few rows to tell."""
+    if not columns or 2 * columns[0].shape[1] > sum(map(len, columns)):
         return None
-    return weights.reshape(len(keys), -1)
+    matrix, right = np.concatenate(columns), np.concatenate(wanted)
+    weights: np.ndarray = np.linalg.lstsq(matrix, right, rcond=None)[0]
+    return weights if is_close(matrix @ weights, right) else None
