@@ -1,4 +1,4 @@
-"""Prints the tables of docs that come from code into their pages: the fields of the run record.
+"""Prints the tables of docs that come from code into their pages: fields of the run record, and columns of CSV files.
 
 uv run python -m scripts.print_docs
 """
@@ -6,13 +6,15 @@ uv run python -m scripts.print_docs
 import ast
 import inspect
 import re
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ddp_lab.analysis.columns import FILES, WRITTEN
 from ddp_lab.record_format import RunRecord
 
-PAGE = Path(__file__).parents[1] / "docs" / "run-record.md"
+DOCS = Path(__file__).parents[1] / "docs"
 _ROWS = re.compile(r"(?<=^\|---\|---\|\n)(?:^\| `.*\|\n)+", re.MULTILINE)
 
 
@@ -46,11 +48,27 @@ def _texts(kind: type) -> dict[str, str]:
     }
 
 
-def printed(page: str) -> str:
-    """`page` with the table of the run record's fields as the code has them."""
-    table = "".join(f"| `{name}` | {text} |\n" for name, text in fields_of(RunRecord).items())
-    return _ROWS.sub(lambda _: table, page, count=1)
+def with_table(text: str, meanings: Iterable[tuple[str, str]]) -> str:
+    """`text` with these names and meanings as the rows of its first table."""
+    return _ROWS.sub(lambda _: "".join(f"| `{name}` | {meaning} |\n" for name, meaning in meanings), text, count=1)
 
+
+def record_page(page: str) -> str:
+    """`page` with the fields of the run record as the code has them."""
+    return with_table(page, fields_of(RunRecord).items())
+
+
+def columns_page(page: str) -> str:
+    """`page` with the columns of each CSV file, a section each, as `columns.toml` has them."""
+    head, *sections = page.split("\n## ")
+    for place, (section, tables) in enumerate(zip(sections, FILES.values(), strict=True)):
+        columns = [column for table in tables for column in WRITTEN[table].items()]
+        sections[place] = with_table(section, [(name, column.meaning) for name, column in columns])
+    return "\n## ".join([head, *sections])
+
+
+PRINTERS = {"run-record.md": record_page, "csv-columns.md": columns_page}
 
 if __name__ == "__main__":
-    PAGE.write_text(printed(PAGE.read_text()))
+    for name, printer in PRINTERS.items():
+        (DOCS / name).write_text(printer((DOCS / name).read_text()))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.analysis.columns import CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION
+from ddp_lab.analysis.columns import COLUMNS, CSV_COLUMNS, SCHEMA_VERSION
 from ddp_lab.analysis.command import main
 from ddp_lab.analysis.comparison.changes import Run, changes
 from ddp_lab.analysis.comparison.compare import comparison
@@ -23,8 +23,8 @@ from ddp_lab.analysis.report.pages.summary import kernel_times, write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces import intervals
 from ddp_lab.analysis.traces.finding import find_windows
-from ddp_lab.collectives.kinds import LABELS
 from ddp_lab.runtime.errors import UserError
+from scripts.print_docs import columns_page
 from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, record, record_of_eight_steps, write, write_run
 
@@ -134,7 +134,7 @@ def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path):
     analysis = analyse_window(window)
     assert analysis.summary["model_states_bytes"].tolist() == [144 * 2**20, 72 * 2**20]
     page = write_summary(analysis, "<script>alert(1)</script>", tmp_path / "reports" / "x")
-    kinds_that_did_not_run = {name for name in KIND_COLUMNS if not name.startswith("all_reduce")}
+    kinds_that_did_not_run = {name for name in COLUMNS["kinds"] if not name.startswith("all_reduce")}
     assert not_shown(page, page.with_suffix(".csv")) == kinds_that_did_not_run
     assert not analysis.summary[sorted(kinds_that_did_not_run)].to_numpy().any()
     assert not_shown(page, page.with_name("audit.csv")) == set()
@@ -146,11 +146,8 @@ def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path):
 
 def test_every_column_is_documented(tmp_path):
     text = (DOCS / "csv-columns.md").read_text()
-    for (name, columns), part in zip(CSV_COLUMNS.items(), text.split("\n## ")[1:], strict=True):
-        assert name in part.splitlines()[0]
-        documented = re.findall(r"^\| `([^`]+)` \| (.*) \|$", part, re.MULTILINE)
-        expanded = {row[0].replace("KIND", kind): row[1] for row in documented for kind in LABELS}
-        assert expanded == {column: shown.meaning for column, shown in columns.items()}
+    assert columns_page(text) == text, "python -m scripts.print_docs prints it anew"
+    assert all(name in part.splitlines()[0] for name, part in zip(CSV_COLUMNS, text.split("\n## ")[1:], strict=True))
     (window,) = find_windows(write_run(tmp_path / "x"))
     analysis = analyse_window(window)
     write_summary(analysis, "x", tmp_path)

@@ -28,7 +28,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.loop import PHASES
 from ddp_lab.runtime.run import run, train_and_record
-from scripts.print_docs import fields_of, printed
+from scripts.print_docs import fields_of, record_page
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -100,7 +100,7 @@ def require_documented(record: dict[str, Any], trace: Path):
 def test_every_field_of_a_record_is_documented():
     page = (DOCS / "run-record.md").read_text()
     assert all(fields_of(RunRecord).values())
-    assert printed(page) == page, "python -m scripts.print_docs prints it anew"
+    assert record_page(page) == page, "python -m scripts.print_docs prints it anew"
     section = page.split("## The flight record")[1]
     rows = re.findall(r"^\| ([\w\[\].,_ ]+) \|", section, re.MULTILINE)[1:]
     assert ", ".join(rows).split(", ") == [name for name in fields_of(FlightRecord) if name != "entries"]

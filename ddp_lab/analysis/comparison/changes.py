@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.columns import CHANGE_COLUMNS, COMPONENTS, kinds_run
+from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, kinds_run
 from ddp_lab.analysis.comparison.compare import largest_difference, loss_unit, run_row, traced_row
 from ddp_lab.analysis.comparison.timing import expected_of, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
@@ -76,7 +76,7 @@ def changes(baseline: Sequence[Run], run: Sequence[Run], earlier: Sequence[dict[
         *counted_rows(old, new),
         *single_rows(baseline[-1], run[-1], old, new),
     ]
-    return pd.DataFrame(rows, columns=list(CHANGE_COLUMNS))
+    return pd.DataFrame(rows, columns=list(COLUMNS["changes"]))
 
 
 def plain(figure: str, unit: str, old: float | None, new: float | None, result: str = UNKNOWN) -> Change:

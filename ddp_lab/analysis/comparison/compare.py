@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.columns import COMPARISON_COLUMNS, MEMORY_COLUMNS, PART_COLUMNS, SHARE_COLUMNS, TRAFFIC_COLUMNS
+from ddp_lab.analysis.columns import COLUMNS, COMPARISON_COLUMNS
 from ddp_lab.analysis.comparison.fairness import by_class
 from ddp_lab.analysis.comparison.timing import all_steps_ms, expected_of, passes_of, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
@@ -188,7 +188,7 @@ def run_row(record: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_second": record["tokens_per_second"],
         "model_flops_per_second": record["model_flops_per_second"],
         "mfu_pct": None if utilization is None else 100 * utilization,
-        **{column: memory[column].max() for column in MEMORY_COLUMNS if column in COMPARISON_COLUMNS},
+        **{column: memory[column].max() for column in COLUMNS["memory"] if column in COMPARISON_COLUMNS},
         "final_train_loss": record["train_loss"][-1],
         **{f"eval_{name}": (record["eval"] or {}).get(name) for name in ("loss", "accuracy")},
     }
@@ -197,12 +197,14 @@ def run_row(record: dict[str, Any]) -> dict[str, Any]:
 def traced_row(traced: Traced | None, passes: Sequence[int] = (1,)) -> dict[str, float]:
     """The figures of a run's traces (means over ranks and steps of these passes); NaN without traces."""
     if traced is None:
-        return dict.fromkeys([*PART_COLUMNS, *SHARE_COLUMNS, *TRAFFIC_COLUMNS, "audit_failures"], float("nan"))
+        return dict.fromkeys(
+            [*COLUMNS["parts"], *COLUMNS["shares"], *COLUMNS["traffic"], "audit_failures"], float("nan")
+        )
     steps = pd.concat([traced.passes[number] for number in passes if number in traced.passes] or [traced.steps])
     return {
         "profiled_step_ms": steps["step_ms"].mean(),
-        **{column: steps[column].mean() for column in PART_COLUMNS if column in steps},
-        **{column: traced.summary[column].mean() for column in (*SHARE_COLUMNS, *TRAFFIC_COLUMNS)},
+        **{column: steps[column].mean() for column in COLUMNS["parts"] if column in steps},
+        **{column: traced.summary[column].mean() for column in (*COLUMNS["shares"], *COLUMNS["traffic"])},
         "audit_failures": int((traced.audit["result"] == "fail").sum()) if len(traced.audit) else float("nan"),
     }
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.columns import AUDIT_COLUMNS, COMPONENTS, SHARDABLE
+from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, SHARDABLE
 from ddp_lab.analysis.mesh import Mesh, in_order, mesh_of
 from ddp_lab.analysis.metrics.dimensions import dimensions
 from ddp_lab.analysis.traces.collectives import sent_bytes
@@ -28,7 +28,7 @@ MEMORY_TOLERANCE, MEMORY_TOLERANCE_BYTES = 0.005, 65536
 """The formula leaves out padding to the world size and Adam's step counters. They are below the larger of these two."""
 CHECK = ["subject", "rank", "unit", "expected", "measured", "tolerance", "steps"]
 Check = tuple[str, int | None, str, float, float, float, int | None]
-"""A row of `audit.csv`, as `AUDIT_COLUMNS` explain it. Measured is NaN if the trace does not say."""
+"""A row of `audit.csv`, as `columns.toml` explains it. Measured is NaN if the trace does not say."""
 KEY = ["dimension", "kind", "made_of"]
 
 
@@ -39,7 +39,7 @@ def audit(timelines: list[RankTimeline], record: dict[str, Any] | None) -> pd.Da
     table["difference"] = table["measured"] - table["expected"]
     passes = np.where(table["difference"].abs() <= table["tolerance"], "pass", "fail")
     table["result"] = np.where(table["measured"].isna(), "unknown", passes)
-    return table[list(AUDIT_COLUMNS)]
+    return table[list(COLUMNS["audit"])]
 
 
 def _run_checks(record: dict[str, Any]) -> Iterator[Check]:

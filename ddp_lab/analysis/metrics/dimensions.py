@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ddp_lab.analysis.columns import DIMENSION_COLUMNS
+from ddp_lab.analysis.columns import COLUMNS
 from ddp_lab.analysis.mesh import Mesh, dimension_of, in_order
 from ddp_lab.analysis.traces.collectives import ranks_of
 from ddp_lab.analysis.traces.intervals import Intervals, clip, length, minus, union
@@ -31,7 +31,7 @@ def dimension_steps(
     pieces: tuple[Intervals, NDArray[np.int64], NDArray[np.bool_]],
     mesh: Mesh,
 ) -> pd.DataFrame:
-    """A row a step and dimension of one rank (`DIMENSION_COLUMNS`).
+    """A row a step and dimension of one rank (dimensions.csv).
 
     Args:
         calls: The rank's collectives in order of issue, with the columns dimension and step.
@@ -65,4 +65,4 @@ def dimension_steps(
                     **{column: length(clip(part, start, end)) / 1000 for column, part in parts.items()},
                 }
             )
-    return pd.DataFrame(rows, columns=list(DIMENSION_COLUMNS))
+    return pd.DataFrame(rows, columns=list(COLUMNS["dimensions"]))

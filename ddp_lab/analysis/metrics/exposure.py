@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ddp_lab.analysis.columns import COLLECTIVE_COLUMNS, DIMENSION_COLUMNS, EXPOSURE_COLUMNS
+from ddp_lab.analysis.columns import COLUMNS
 from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.dimensions import dimension_steps, dimensions
 from ddp_lab.analysis.metrics.pipeline import message_waits
@@ -42,9 +42,9 @@ class Exposure:
     """Times in ms.
 
     Attributes:
-        steps: A row a rank and step (`EXPOSURE_COLUMNS`); the parts add up to the step.
-        collectives: A row a rank and collective (`COLLECTIVE_COLUMNS`).
-        dimensions: A row a rank, step and dimension (`DIMENSION_COLUMNS`); empty without a mesh.
+        steps: A row a rank and step (exposure.csv); the parts add up to the step.
+        collectives: A row a rank and collective (collectives.csv).
+        dimensions: A row a rank, step and dimension (dimensions.csv); empty without a mesh.
         clocks: A row a rank: rank, offset_ms (of its clock from the first rank's; subtracted), residual_ms (half of the
             collectives then end within this of each other).
     """
@@ -109,7 +109,7 @@ def _split(
         "done_after_ms": calls["done_after"],
     }
     in_ms = {name: values / 1000 for name, values in in_us.items()}
-    collectives = calls.assign(**in_ms, compute_starts=starts_within)[list(COLLECTIVE_COLUMNS)]
+    collectives = calls.assign(**in_ms, compute_starts=starts_within)[list(COLUMNS["collectives"])]
     parts = {"compute_ms": compute, "exposed_ms": exposed, "exposed_copy_ms": copies}
     parts |= {"exposed_wait_ms": union(cells[waits]), "exposed_transfer_ms": union(cells[~waits])}
     steps = pd.DataFrame({"rank": timeline.rank, "step": timeline.steps["number"]})
@@ -119,10 +119,10 @@ def _split(
     steps["idle_ms"] = steps["step_ms"] - steps[["compute_ms", "exposed_ms", "exposed_copy_ms"]].sum(axis="columns")
     if timeline.hides_communication and calls.empty:
         steps[["exposed_ms", "exposed_wait_ms", "exposed_transfer_ms", "idle_ms"]] = np.nan
-    by_dimension = pd.DataFrame(columns=list(DIMENSION_COLUMNS))
+    by_dimension = pd.DataFrame(columns=list(COLUMNS["dimensions"]))
     if mesh is not None:
         by_dimension = dimension_steps(timeline, calls, compute, (cells, owner, waits), mesh)
-    return steps[list(EXPOSURE_COLUMNS)], collectives, by_dimension
+    return steps[list(COLUMNS["exposure"])], collectives, by_dimension
 
 
 def _lay(

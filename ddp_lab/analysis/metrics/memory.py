@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import COMPONENTS, MEMORY_COLUMNS, SHARDABLE
+from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, SHARDABLE
 
 OTHER, CACHED, OUTSIDE = "activations and temporaries", "cached", "outside"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -22,10 +22,10 @@ OUT_OF_MEMORY = {
 
 
 def memory_row(record: dict[str, Any] | None, rank: int) -> dict[str, Any]:
-    """The columns `MEMORY_COLUMNS` of one rank; NaN if there is no record or it does not say."""
+    """The columns of `summary.csv` on memory, of one rank; NaN if there is no record or it does not say."""
     rows = record.get("memory", []) if record else []
     held: dict[str, Any] = next((row for row in rows if row["rank"] == rank), {})
-    row = {column: held.get(column) for column in MEMORY_COLUMNS}
+    row = {column: held.get(column) for column in COLUMNS["memory"]}
     row["model_states_bytes"] = _sum(held, [f"{component}_bytes" for component in COMPONENTS])
     row["expected_model_states_bytes"] = _sum(held, [f"expected_{component}_bytes" for component in SHARDABLE])
     return {column: float("nan") if value is None else value for column, value in row.items()}

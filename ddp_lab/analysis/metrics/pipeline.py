@@ -10,7 +10,7 @@ it has waited where no pass ran before it, but communication did. Sends run besi
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.columns import PIPELINE_COLUMNS
+from ddp_lab.analysis.columns import COLUMNS
 from ddp_lab.analysis.mesh import Mesh, coordinates
 from ddp_lab.analysis.traces.intervals import Intervals, clip, union
 from ddp_lab.analysis.traces.timeline import RankTimeline
@@ -22,11 +22,11 @@ PASSES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward
 PARTS = PASSES | {"wait RA": "wait_activation", "wait RG": "wait_gradient", "SA": "send", "SG": "send"}
 SENDERS = {"wait_activation": -1, "wait_gradient": 1}
 """How far away the stage is that sends what a part waits for."""
-COLUMNS = ["rank", "pipeline", "sender", "step", "part", "stage", "micro_batch", "start", "end"]
+ACTION = ["rank", "pipeline", "sender", "step", "part", "stage", "micro_batch", "start", "end"]
 
 
 def actions(timeline: RankTimeline) -> pd.DataFrame:
-    """What a rank did, in order: `COLUMNS` without pipeline and sender; part is of `PARTS`, times in us are its own."""
+    """What a rank did, in order: `ACTION` without pipeline and sender; part is of `PARTS`, times in us are its own."""
     found = timeline.phases.join(timeline.phases["name"].str.extract(NAME)).dropna(subset=["kind"])
     found["part"] = (found["waits"].fillna("") + found["kind"]).map(PARTS)
     inside = found["start"].between(timeline.steps["start"].iloc[0], timeline.steps["end"].iloc[-1])
@@ -37,7 +37,7 @@ def actions(timeline: RankTimeline) -> pd.DataFrame:
     else:  # a pass begins when it has waited
         has_waited = ~found["part"].isin(SENDERS) & found["part"].shift(-1).isin(SENDERS)
         found["start"] = found["start"].where(~has_waited, found["end"].shift(-1))
-    return found.assign(rank=timeline.rank).reindex(columns=COLUMNS)
+    return found.assign(rank=timeline.rank).reindex(columns=ACTION)
 
 
 def _on_device(timeline: RankTimeline, passes: pd.DataFrame) -> pd.DataFrame:
@@ -83,7 +83,7 @@ def pipelines(timelines: list[RankTimeline], clocks: pd.DataFrame, mesh: Mesh | 
 
 
 def pipeline_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """A row a rank and step (`PIPELINE_COLUMNS`).
+    """A row a rank and step (pipeline.csv).
 
     Args:
         table: From `pipelines`.
@@ -101,8 +101,8 @@ def pipeline_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
             row |= {f"{part}_from": own.loc[own["part"] == part, "sender"].max() for part in SENDERS}
             bubble = ms - sum(row[f"{part}_ms"] for part in PASSES.values())
             rows.append(row | {"bubble_ms": bubble, "bubble_pct": 100 * bubble / ms})
-    found = pd.DataFrame(rows, columns=[name for name in PIPELINE_COLUMNS if name != "step_ms"])
-    return found.merge(steps[["rank", "step", "step_ms"]], on=["rank", "step"])[list(PIPELINE_COLUMNS)]
+    found = pd.DataFrame(rows, columns=[name for name in COLUMNS["pipeline"] if name != "step_ms"])
+    return found.merge(steps[["rank", "step", "step_ms"]], on=["rank", "step"])[list(COLUMNS["pipeline"])]
 
 
 def ideal_bubble(of_step: pd.DataFrame) -> float:

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import STRAGGLER_COLUMNS
+from ddp_lab.analysis.columns import COLUMNS
 from ddp_lab.analysis.mesh import EVERYONE
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.pipeline import PIPELINE
@@ -12,7 +12,7 @@ WORTH_NAMING = 0.01
 
 
 def stragglers(exposure: Exposure) -> pd.DataFrame:
-    """A row a rank and step (`STRAGGLER_COLUMNS`), over the collectives that could be matched."""
+    """A row a rank and step (stragglers.csv), over the collectives that could be matched."""
     calls = _comparable(exposure.collectives)
     is_late = calls["late_rank"] == calls["rank"]
     late = calls[is_late].groupby(["rank", "step"])["lateness_ms"]
@@ -27,7 +27,7 @@ def stragglers(exposure: Exposure) -> pd.DataFrame:
     places = pd.MultiIndex.from_frame(table)
     for name, values in figures.items():
         table[name] = values.reindex(places).fillna(0).to_numpy(float)
-    return table.astype({"collectives": int, "last": int})[list(STRAGGLER_COLUMNS)]
+    return table.astype({"collectives": int, "last": int})[list(COLUMNS["stragglers"])]
 
 
 def has_stages(calls: pd.DataFrame) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import BUCKET_COLUMNS, DIMENSION_COLUMNS, EXPOSURE_COLUMNS, Column
+from ddp_lab.analysis.columns import COLUMNS
 from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.stragglers import by_rank, has_stages, stragglers, verdict
@@ -14,15 +14,6 @@ from ddp_lab.analysis.report.page import Section, drawing, table
 from ddp_lab.analysis.report.pages.ranks import abridged, representatives
 from ddp_lab.collectives.kinds import label
 
-LATE_COLUMNS = {
-    "rank": EXPOSURE_COLUMNS["rank"],
-    "collectives": Column("collectives", "", "collectives that could be matched over ranks"),
-    "last_pct": Column("arrives last", "%", "share of these that the rank reached last"),
-    "lateness_ms": Column("lateness", "ms", "in these, the most by which it was later than the median rank", 1, 2),
-    "costs_ms": Column("costs others", "ms/step", "in these, exposed waiting of all other ranks", 1, 2),
-    "offset_ms": Column("clock", "ms", "how far the rank's clock is ahead of the first rank's; subtracted", 1, 3),
-    "residual_ms": Column("residual", "ms", "half of the collectives then end within this of each other", 1, 3),
-}
 ENOUGH_STEPS = 4
 """With fewer analysed steps a heat map says no more than the table."""
 
@@ -38,7 +29,7 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
             "last, and copies with communication. Here steps are whole, and copies apart. Waiting: a collective runs, "
             "compute does not, and the last rank or a pipeline's message has not arrived. Transfer: the same after its "
             "arrival. exposure.csv has every step." + unmatched(exposure.collectives),
-            table=table("exposure", abridged(mean, ranks).drop(columns=["compute_ms", "idle_ms"]), EXPOSURE_COLUMNS),
+            table=table("exposure", abridged(mean, ranks).drop(columns=["compute_ms", "idle_ms"]), COLUMNS["exposure"]),
             figure=drawing(parts_figure([f"rank {rank}" for rank in drawn["rank"]], drawn)),
         )
     ]
@@ -53,7 +44,7 @@ MOST_PLACES = 32
 
 
 def buckets(collectives: pd.DataFrame, steps: int) -> pd.DataFrame:
-    """The table of `collectives.csv` by place in the step, or by kind and size (`BUCKET_COLUMNS`).
+    """The table of `collectives.csv` by place in the step, or by kind and size (the columns `places`).
 
     Counts and sums are means over steps and participating ranks. Times of a call are medians.
 
@@ -74,7 +65,7 @@ def buckets(collectives: pd.DataFrame, steps: int) -> pd.DataFrame:
         exposed_ms_per_step=("exposed_ms", "sum"),
     ).div(steps * calls["rank"].nunique(), axis="index")
     table = medians.join([means, calls["place"].min()]).reset_index()
-    return table.sort_values(["group", "place"], kind="stable")[list(BUCKET_COLUMNS)].reset_index(drop=True)
+    return table.sort_values(["group", "place"], kind="stable")[list(COLUMNS["places"])].reset_index(drop=True)
 
 
 def unmatched(calls: pd.DataFrame) -> str:
@@ -114,7 +105,7 @@ def straggler_section(exposure: Exposure) -> Section:
     return Section(
         heading,
         text,
-        table=table("late", shown[list(LATE_COLUMNS)], LATE_COLUMNS),
+        table=table("late", shown[list(COLUMNS["late"])], COLUMNS["late"]),
         figure=drawing(ranks_figure(late, panels)) if late["step"].nunique() >= ENOUGH_STEPS else None,
     )
 
@@ -130,7 +121,7 @@ def bucket_section(rows: pd.DataFrame) -> Section:
         "the last rank's arrival to the last rank's end, times nccl-tests' factor, so it can be compared with the rate "
         "of the link. collectives.csv has every call of every rank.",
         folded=True,
-        table=table("places", shown, BUCKET_COLUMNS),
+        table=table("places", shown, COLUMNS["places"]),
     )
 
 
@@ -146,4 +137,4 @@ def mesh_section(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int]) ->
         "moment once, for the collective that was issued first, or the message for which a pipeline waits; exposed "
         "while running counts a moment for every dimension that communicates in it."
     )
-    return [Section("Dimensions of the mesh", text, table=table("dimensions", shown, DIMENSION_COLUMNS))]
+    return [Section("Dimensions of the mesh", text, table=table("dimensions", shown, COLUMNS["dimensions"]))]

@@ -4,22 +4,12 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ddp_lab.analysis.columns import COMPONENTS, MIB, Column, mib
-from ddp_lab.analysis.metrics.memory import CACHED, OTHER, OUTSIDE, failed_allocation, memory_parts
+from ddp_lab.analysis.columns import COLUMNS, MIB
+from ddp_lab.analysis.metrics.memory import CACHED, OUTSIDE, failed_allocation, memory_parts
 from ddp_lab.analysis.report.figures import MEMORY_COLOURS, styled
 from ddp_lab.analysis.report.figures.memory import bars
 from ddp_lab.analysis.report.page import Section, drawing, table
 
-COLUMNS = {
-    "rank": Column("rank", "", "rank of the process"),
-    **{name: mib(label, f"{label} at the peak") for name, label in COMPONENTS.items()},
-    OTHER: mib(OTHER, "all other tensors at the peak, temporary buffers of communication among them"),
-    CACHED: mib("cached but free", "what torch's allocator held at most, without tensors: caches and fragments"),
-    OUTSIDE: mib(
-        "outside torch", "the rest: CUDA's context, NCCL, cuBLAS, other processes; on a CPU the process itself"
-    ),
-    "limit": mib("limit", "what the rank may hold"),
-}
 COLOURS = MEMORY_COLOURS | {CACHED: "#CCBB44", OUTSIDE: "#999999"}
 GIB = 1 / 2**30
 
@@ -34,7 +24,7 @@ def where_sections(record: dict[str, Any] | None, ranks: list[int]) -> list[Sect
         figure = go.Figure(
             [
                 bars([f"rank {rank}" for rank in parts["rank"]], parts[name] * MIB, column.label, COLOURS[name])
-                for name, column in COLUMNS.items()
+                for name, column in COLUMNS["where"].items()
                 if name in COLOURS and (parts[name] * MIB).max() >= 0.1
             ]
         )
@@ -46,7 +36,12 @@ def where_sections(record: dict[str, Any] | None, ranks: list[int]) -> list[Sect
             "of the device, or ps of the process."
         )
         sections.append(
-            Section("Where the memory went", text, table=table("where", parts, COLUMNS), figure=drawing(styled(figure)))
+            Section(
+                "Where the memory went",
+                text,
+                table=table("where", parts, COLUMNS["where"]),
+                figure=drawing(styled(figure)),
+            )
         )
     return sections
 

@@ -7,15 +7,16 @@ from urllib.parse import quote
 import pandas as pd
 from markupsafe import Markup
 
-from ddp_lab.analysis.columns import CHOICE, HELD_COLUMNS, SHARE_COLUMNS, SPEED_COLUMNS
+from ddp_lab.analysis.columns import COMPARISON_COLUMNS
 from ddp_lab.analysis.comparison.conclusion import PARTS, Row, Verdict, parts_of, shown
 from ddp_lab.analysis.report.figures import axis_end
 from ddp_lab.analysis.report.page import table, templates
 
 NOT_TRACED = "not traced"
-COLUMNS = CHOICE | {
-    name: (SPEED_COLUMNS | HELD_COLUMNS | SHARE_COLUMNS)[name]
+COLUMNS = {
+    name: COMPARISON_COLUMNS[name]
     for name in (
+        "choice",
         "step_time_ms_median",
         "step_time_ratio",
         "verdict",

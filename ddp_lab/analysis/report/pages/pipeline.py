@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from ddp_lab.analysis.columns import PIPELINE_COLUMNS
+from ddp_lab.analysis.columns import COLUMNS
 from ddp_lab.analysis.metrics.pipeline import PASSES, SENDERS
 from ddp_lab.analysis.report.figures.lanes_figure import drawn_lanes
 from ddp_lab.analysis.report.page import Section, drawing, table
@@ -30,7 +30,7 @@ def pipeline_section(passes: pd.DataFrame, steps: pd.DataFrame, ranks: list[int]
         f"{verdict(mean)} The lanes are of step {number}: numbers are those of micro-batches. The table has means over "
         "the analysed steps; pipeline.csv has every step."
     )
-    shown = table("pipeline", abridged(mean, ranks), PIPELINE_COLUMNS)
+    shown = table("pipeline", abridged(mean, ranks), COLUMNS["pipeline"])
     return [Section("Pipeline", text, table=shown, figure=drawing(pipeline_figure(last)))]
 
 

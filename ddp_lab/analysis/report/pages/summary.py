@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
+from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, SHARDABLE
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.mesh import Mesh, mesh_of, sharding_ranks
 from ddp_lab.analysis.metrics.pipeline import pipeline_steps
@@ -27,14 +27,6 @@ from ddp_lab.analysis.summary import WindowAnalysis
 from ddp_lab.analysis.traces.timeline import RankTimeline
 from ddp_lab.runtime.errors import listed
 
-KERNEL_COLUMNS = {
-    "rank": Column("rank", "", "rank of the process"),
-    "lane": Column("type", "", "compute, communication or memory (a copy)"),
-    "name": Column("kernel", "", "operator, collective or device kernel"),
-    "sum": Column("total", "ms", "sum of durations over the analysed steps", 1e-3, 2),
-    "mean": Column("mean", "ms", "mean duration", 1e-3, 3),
-    "max": Column("longest", "ms", "longest duration", 1e-3, 3),
-}
 KERNELS_SHOWN = 16
 CHECKS_SHOWN = 200
 
@@ -79,7 +71,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
             "Where the time went",
             "By Holistic Trace Analysis (HTA), from the first kernel to the last. Exposed: communication ran and "
             "compute did not. Overlap: the share of communication time in which compute ran as well.",
-            table=table("time", shown, TIME_COLUMNS),
+            table=table("time", shown, COLUMNS["time"]),
         ),
         *exposure_sections(analysis.exposure),
         *mesh_section(analysis.exposure, mesh, ranks),
@@ -138,7 +130,7 @@ def kernel_times(timelines: Sequence[RankTimeline]) -> pd.DataFrame:
         kernels = timeline.issued_kernels()
         times = (kernels["end"] - kernels["start"]).groupby([kernels["lane"], kernels["name"]])
         tables.append(times.agg(["sum", "mean", "max"]).reset_index().assign(rank=timeline.rank))
-    return pd.concat(tables)[list(KERNEL_COLUMNS)].sort_values("sum", ascending=False, kind="stable")
+    return pd.concat(tables)[list(COLUMNS["kernels"])].sort_values("sum", ascending=False, kind="stable")
 
 
 def kernels_section(timelines: Sequence[RankTimeline]) -> Section:
@@ -146,7 +138,7 @@ def kernels_section(timelines: Sequence[RankTimeline]) -> Section:
     return Section(
         "Kernels with the most time",
         f"The {len(kernels)} largest over all ranks and analysed steps.",
-        table=table("kernels", kernels, KERNEL_COLUMNS),
+        table=table("kernels", kernels, COLUMNS["kernels"]),
         folded=True,
     )
 
