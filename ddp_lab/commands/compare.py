@@ -121,8 +121,9 @@ def of_choice(options: argparse.Namespace) -> int:
         meant = "profile" / trace_dir if ("profile" / trace_dir).is_dir() else "profile/<choice>"
         raise UserError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or {meant}")
     from ddp_lab.analysis.command import report_folder  # these take seconds, too
-    from ddp_lab.analysis.comparison.changes import exceeding, signed
+    from ddp_lab.analysis.comparison.changes import exceeding
     from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
+    from ddp_lab.analysis.sentences import say
 
     choice = trace_dir.resolve().name
     root = report_root_of(choice)
@@ -135,6 +136,6 @@ def of_choice(options: argparse.Namespace) -> int:
         return 0
     worse = exceeding(table, options.fail_above)
     for figure, change in zip(worse["figure"], worse["change_pct"], strict=True):
-        line = f"error: {figure} got worse by more than {options.fail_above:g} %: {signed(change)}"
+        line = f"error: {figure} got worse by more than {options.fail_above:g} %: {say('signed', change)}"
         print(line, file=sys.stderr)
     return WORSE_THAN_ALLOWED if len(worse) else 0

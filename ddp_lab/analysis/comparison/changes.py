@@ -18,6 +18,7 @@ from ddp_lab.analysis.metrics.significance import (
     pooled,
     signs,
 )
+from ddp_lab.analysis.sentences import say
 from ddp_lab.collectives.kinds import LABELS
 
 BETTER, WORSE, EQUAL, UNKNOWN = "better", "worse", "equal", "not known"
@@ -193,29 +194,9 @@ def exceeding(table: pd.DataFrame, percent: float) -> pd.DataFrame:
 
 def summary(table: pd.DataFrame) -> str:
     """What changed, in plain words."""
-    rows = rows_of(table)
-    first, rest = rows[0], rows[2:]  # throughput says the same as step time
-    sentences = [f"Step time: {first.result}{certainty(first)}."]
-    for result in (WORSE, BETTER):
-        found = [f"{row.figure} ({signed(row.change_pct)})" for row in rest if row.result == result]
-        if found:
-            sentences.append(f"{result.capitalize()}: {', '.join(found)}.")
-    counts = {result: sum(row.result == result for row in rest) for result in (EQUAL, UNKNOWN)}
-    others = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
-    return " ".join([*sentences, f"Other figures: {others}." if others else ""]).strip()
+    first, _, *rest = rows_of(table)  # throughput says the same as step time
+    return say("changes", first, rest)
 
 
 def rows_of(table: pd.DataFrame) -> list[Change]:
     return [Change(*row) for row in table.itertuples(index=False)]
-
-
-def certainty(row: Change) -> str:
-    """The change and its interval, if they are known."""
-    if np.isnan(row.interval_low):
-        medians = f", {signed(row.change_pct)} by the medians; too few steps were timed in both to test it"
-        return "" if np.isnan(row.change_pct) else medians
-    return f", {signed(row.change_pct)} (95 % interval {signed(row.interval_low)} to {signed(row.interval_high)})"
-
-
-def signed(percent: float) -> str:
-    return f"{percent:+,.1f} %" if np.isfinite(percent) else "from nothing"

@@ -102,7 +102,12 @@ def report_on_choices(
     for sharing in compared.table["gpu_sharing"].dropna().unique():
         print(f"{sharing}: {SHARED_GPU}")
     print_table(compared.table, Console())
-    for line in [*compared.unsteady, *compared.unknown, *([unfinished] if unfinished else [])]:
+    for line in [
+        *map(str, compared.outcomes),
+        *compared.unsteady,
+        *compared.unknown,
+        *([unfinished] if unfinished else []),
+    ]:
         print(line)
     return write_comparison(compared, output_dir / report_root)
 

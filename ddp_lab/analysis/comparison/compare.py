@@ -23,6 +23,7 @@ from ddp_lab.analysis.metrics.significance import (
 )
 from ddp_lab.analysis.metrics.utilization import mfu
 from ddp_lab.analysis.record import failure_of, read_record
+from ddp_lab.analysis.sentences import say
 
 REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline", "reports_parallel": "tp"}
 """The choice that ratios refer to, by report folder."""
@@ -80,12 +81,7 @@ def unsteady(records: Mapping[str, dict[str, Any]], reference: str) -> str:
         return ""
     worst = str(residuals(logs).abs().max(axis="columns").idxmax())
     medians = {number: timed_steps_ms(run).median() for number, run in passes_of(records[worst]).items()}
-    shown = " and ".join(f"{ms:,.1f} ms (pass {number})" for number, ms in medians.items())
-    return (
-        f"The machine changed during the sweep: runs of one choice differ by {deviation:.0%} from pass to pass "
-        f"(standard deviation), most those of {worst}: {shown}. Run again when it is quiet, or with more passes "
-        "(--passes)."
-    )
+    return say("unsteady", deviation, worst, medians)
 
 
 def latest_record(choice_dir: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from ddp_lab.analysis.comparison.changes import EQUAL, UNKNOWN, Run, changes, rows_of, signed, summary
+from ddp_lab.analysis.comparison.changes import EQUAL, UNKNOWN, Run, changes, rows_of, summary
 from ddp_lab.analysis.comparison.choices import last_window, print_whole
 from ddp_lab.analysis.comparison.fairness import differences as settings_apart
 from ddp_lab.analysis.comparison.fairness import require_comparable
@@ -18,6 +18,7 @@ from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.metrics.significance import EXPECTED_SPREAD
 from ddp_lab.analysis.record import failure_of, leaves_traces, read_record
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
+from ddp_lab.analysis.sentences import say
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.runtime.errors import UserError
 
@@ -122,16 +123,7 @@ def how_sure(table: pd.DataFrame, runs: Sequence[int], earlier: int) -> str:
     time = rows_of(table)[0]
     if time.result != UNKNOWN or time.interval_low != time.interval_low:
         return ""
-    known = f"{earlier} earlier runs of these settings and " if earlier > 1 else ""
-    line = (
-        f"The unit is a run: {runs[0]} against {runs[1]}. How much runs differ is taken from {known}a usual spread of "
-    )
-    line += f"{EXPECTED_SPREAD:.0%}."
-    if min(runs) < 3:
-        line += (
-            " Three runs a side tell more: repeat the command, and give ddp-lab compare --baseline A B C --run D E F."
-        )
-    return line
+    return say("how_sure", runs, earlier, EXPECTED_SPREAD)
 
 
 def records_in(trace_dir: Path) -> list[Path]:
@@ -163,8 +155,8 @@ def print_changes(table: pd.DataFrame, console: Console) -> None:
     chosen = [row for row in rows if row.result != EQUAL or row.figure in ALWAYS_SHOWN]
     for row in chosen:
         known = row.interval_low == row.interval_low
-        interval = f"{signed(row.interval_low)} to {signed(row.interval_high)}" if known else "–"
-        percent = signed(row.change_pct) if row.change_pct == row.change_pct else "–"
+        interval = say("interval", row) if known else "–"
+        percent = say("signed", row.change_pct) if row.change_pct == row.change_pct else "–"
         values = (number(value, row.unit) for value in (row.baseline, row.run))
         shown.add_row(row.figure, row.unit, *values, percent, interval, row.result)
     print_whole(shown, console)

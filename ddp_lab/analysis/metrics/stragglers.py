@@ -6,6 +6,7 @@ from ddp_lab.analysis.columns import COLUMNS
 from ddp_lab.analysis.mesh import EVERYONE
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.pipeline import PIPELINE
+from ddp_lab.analysis.sentences import say
 
 WORTH_NAMING = 0.01
 """A rank is named if it costs each of the others at least this share of a step."""
@@ -61,11 +62,4 @@ def verdict(exposure: Exposure, ranks: pd.DataFrame) -> str:
     waiting = calls[(calls["late_rank"] == worst["rank"]) & (calls["rank"] != worst["rank"])]
     step_ms, others = steps["step_ms"].mean(), waiting["rank"].nunique()
     each_ms = worst["costs_ms"] / others if others else 0.0
-    if each_ms < WORTH_NAMING * step_ms:
-        return f"No rank stands out: none costs each of the others {100 * WORTH_NAMING:.0f} % of a step or more. "
-    return (
-        f"Rank {worst['rank']:.0f} costs the others most: it arrives last in {worst['last_pct']:.0f} % of its "
-        f"{worst['collectives']:.0f} collectives, up to {worst['lateness_ms']:.1f} ms after the others, and each rank "
-        f"that waits for it waits {each_ms:.1f} ms a step with nothing to compute, {100 * each_ms / step_ms:.0f} % of "
-        "the step. "
-    )
+    return say("straggler", worst, each_ms, step_ms, WORTH_NAMING)

@@ -1,14 +1,17 @@
 """All choices side by side: figures worked out by hand, which choice wins, what is refused, and the page."""
 
+import html
+import re
 from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from ddp_lab.analysis.comparison.choices import report_on_choices
 from ddp_lab.analysis.comparison.compare import comparison, standings, unsteady
-from ddp_lab.analysis.comparison.conclusion import fastest, leanest, verdict
 from ddp_lab.analysis.comparison.fairness import FIELDS, affected, require_comparable, with_one_link
+from ddp_lab.analysis.comparison.outcome import conclude, fastest
 from ddp_lab.analysis.comparison.timing import with_passes
 from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
@@ -99,7 +102,7 @@ def test_a_machine_that_changed_is_named_and_nothing_is_claimed(tmp_path):
     records = {"pytorch_ddp": in_passes("pytorch_ddp", 0.5, 0.5), "b": in_passes("b", 0.09, 0.45)}
     found = Compared(records, {}, "pytorch_ddp", [], [])
     text = write_comparison(found, tmp_path).read_text()
-    assert "No choice wins" in text and text.count("The machine changed") == 1
+    assert "No strategy wins" in text and text.count("The machine changed") == 1
     assert not any(claim in text for claim in ("is fastest", "Believe")) and found.unsteady[0] in text
 
 
@@ -125,10 +128,9 @@ def concluded(
         table.loc[choice, "peak_bytes"] = mib * 2**20
     best, table = fastest(table), table.reset_index(drop=True)
     standing = standings(records, best) if best else {}
-    lean = "" if "memory" in affected else leanest(table, {} if "step times" in affected else standing)
-    claim, belief, is_sure = verdict(table, standing, affected, equal_compute=equal_compute)
-    assert is_sure == belief.startswith("Believe it")
-    return " ".join(part for part in (claim, belief, lean) if part)
+    outcome = conclude(table, standing, affected, equal_compute)
+    assert outcome.is_sure == outcome.belief.startswith("Believe it")
+    return str(outcome)
 
 
 BOTH = {"ref": SLOW_PARTS, "fast": FAST_PARTS}
@@ -145,21 +147,21 @@ CONCLUSIONS = [
         (),
     ),
     (PASSES, {"parts": BOTH, "equal_compute": True}, ("55.3 ms less exposed", "over 2 passes"), ("compute",)),
-    ({"ref": in_passes("ref", 0.1, 0.12), "fast": in_passes("fast", 0.11, 0.09)}, {}, ("No choice wins",), NO_CLAIM),
-    ({"ref": timed("ref", 0.1001), "fast": timed("fast", 0.1, 0.01)}, {"parts": BOTH}, ("No choice wins",), NO_CLAIM),
+    ({"ref": in_passes("ref", 0.1, 0.12), "fast": in_passes("fast", 0.11, 0.09)}, {}, ("No strategy wins",), NO_CLAIM),
+    ({"ref": timed("ref", 0.1001), "fast": timed("fast", 0.1, 0.01)}, {"parts": BOTH}, ("No strategy wins",), NO_CLAIM),
     ({"ref": record("ref", 0.2), "fast": record("fast", 0.1)}, {"parts": BOTH}, ("Too few steps",), NO_CLAIM),
     (
         {"ref": timed("ref", 0.1), "b": timed("b", 0.1), "c": timed("c", 0.2)}, {},
-        ("No choice wins: ref and b tie", "All need the same memory"), ("fastest",),
+        ("No strategy wins: ref and b tie", "All need the same memory"), ("fastest",),
     ),
-    ({"ref": RUNS["ref"]}, {}, ("Only one choice",), NO_CLAIM),
+    ({"ref": RUNS["ref"]}, {}, ("Only one strategy",), NO_CLAIM),
     ({name: record(name, 0.1) | {"step_time_s": [0.1, None]} for name in RUNS}, {}, ("Fewer than two",), NO_CLAIM),
     (
         {"ref": timed("ref", 0.1), "a": timed("a", 0.3), "b": timed("b", 0.2)}, {"ref": 20, "a": 10, "b": 10},
         ("10.0 MiB (b, a), 50 % less than ref; b, the fastest of these, takes 2.00 times as long",), (),
     ),
-    (RUNS, {"affected": ["step times"], "ref": 10, "fast": 20}, ("no choice wins", "10.0 MiB (ref)"), NO_CLAIM),
-    (RUNS, {"affected": ["step times", "memory"]}, ("no choice wins",), ("memory:", *NO_CLAIM)),
+    (RUNS, {"affected": ["step times"], "ref": 10, "fast": 20}, ("no strategy wins", "10.0 MiB (ref)"), NO_CLAIM),
+    (RUNS, {"affected": ["step times", "memory"]}, ("no strategy wins",), ("memory:", *NO_CLAIM)),
 ]  # fmt: skip
 
 
@@ -173,7 +175,7 @@ def test_a_fast_choice_that_fails_its_audit_is_suspected():
     table = comparison(RUNS, {}, "ref")
     for failures, is_sure in (([0, 2], False), ([0, 0], True)):
         table["audit_failures"] = failures
-        found = verdict(table, standings(RUNS, "fast"))
+        found = conclude(table, standings(RUNS, "fast"))
         assert found.is_sure == is_sure and ("fast fails its audit" in found.belief) != is_sure
 
 
@@ -261,6 +263,17 @@ def compared(folder, allowed=(), **changes):
     records = {"pytorch_ddp": timed("pytorch_ddp", 0.2), "other": timed("other", 0.1) | changes}
     traced = {choice: keep(analysed(folder, choice, content)) for choice, content in records.items()}
     return Compared(records, traced, "pytorch_ddp", ["failed<b>"], require_comparable(records, allowed))
+
+
+def test_the_page_and_the_terminal_say_one_string(tmp_path, capsys):
+    for choice, seconds in (("pytorch_ddp", 0.2), ("other", 0.1)):
+        content = timed(choice, seconds)
+        content["config"]["no_profile"] = True
+        write(tmp_path / "profile" / choice / "1.run.json", content)
+    page = report_on_choices(tmp_path, "reports", ["pytorch_ddp", "other"], [])
+    sentences = capsys.readouterr().out.splitlines()[-1]
+    assert "is fastest" in sentences and "Believe it" in sentences and "need the same memory" in sentences
+    assert sentences in html.unescape(re.sub("<[^>]*>", "", page.read_text()))
 
 
 def test_the_page_says_what_the_csv_says(tmp_path):

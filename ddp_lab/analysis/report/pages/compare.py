@@ -12,8 +12,8 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, Column, kinds_run
 from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, comparison, standings, unsteady
-from ddp_lab.analysis.comparison.conclusion import Verdict, fastest, leanest, verdict
-from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, TIME, Difference, affected, by_class, class_of
+from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, Difference, affected, by_class, class_of
+from ddp_lab.analysis.comparison.outcome import Outcome, conclude, fastest
 from ddp_lab.analysis.comparison.timing import work_of
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.files import write_csv
@@ -25,9 +25,9 @@ from ddp_lab.analysis.report.figures.times import loss_figure
 from ddp_lab.analysis.report.page import Section, cell, drawing, render, titled, write_page
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.report.pages.opening import opening
+from ddp_lab.analysis.sentences import say
 from ddp_lab.collectives.kinds import LABELS
 from ddp_lab.runtime.errors import listed
-from ddp_lab.runtime.settings.field import MEMORY
 
 HOW_TESTED = (
     "The unit is a run, since steps of one run share what the next run has otherwise. Step k of every choice trains on "
@@ -94,19 +94,24 @@ class Compared:
         """A sentence on why some verdicts are not known; empty if all are."""
         if not len(open_ones := self.table[self.table["verdict"] == UNKNOWN]):
             return []
-        if open_ones["passes"].isna().any():
-            return [f"Verdicts are not known: there is no run of {self.reference}, the reference."]
-        if not open_ones["passes"].all():
-            few = listed(list(open_ones.loc[open_ones["passes"] == 0, "choice"]))
-            return [f"Too few steps of {few} were timed: a comparison takes {FEWEST_STEPS} (--max-steps)."]
-        who, widest = (
-            listed(list(open_ones["choice"])),
-            (open_ones["paired_ratio_high"] / open_ones["paired_ratio"] - 1).max(),
-        )
-        return [
-            f"Not known to differ from {self.reference}: {who}. With so few passes, less than about {widest:.0%} may "
-            "be chance; more passes would tell (--passes)."
-        ]
+        few = open_ones.loc[open_ones["passes"] == 0, "choice"].tolist()
+        widest = (open_ones["paired_ratio_high"] / open_ones["paired_ratio"] - 1).max()
+        few = None if open_ones["passes"].isna().any() else few
+        return [say("not_known", self.reference, open_ones["choice"].tolist(), few, widest, FEWEST_STEPS)]
+
+    @cached_property
+    def outcomes(self) -> list[Outcome]:
+        """What each group of runs concludes."""
+        affects, outcomes = affected(self.differences), []
+        for group in self.groups:
+            rows = self.table[self.table["choice"].isin(list(group))]
+            rows.attrs = self.table.attrs
+            best = fastest(rows)
+            works = {work_of(record) for record in group.values()}
+            over = f"Over {next(iter(group.values()))['backend_class']}: " if len(self.groups) > 1 else ""
+            equal_compute = len(works) == 1 and None not in works
+            outcomes.append(conclude(rows, standings(group, best) if best else {}, affects, equal_compute, over))
+        return outcomes
 
     @property
     def groups(self) -> list[dict[str, dict[str, Any]]]:
@@ -157,7 +162,7 @@ def comparison_page(compared: Compared, linked: Collection[str] = (), docs: str 
         summary_lines(compared),
         [*lanes_section(compared.traced), *(replace(section, folded=True) for section in folded)],
         " ".join(filter(None, (compared.unfinished, banner(compared.differences, "choice")))),
-        opening(verdicts(compared), compared.table, linked, docs),
+        opening(compared.outcomes, compared.table, linked, docs),
     )
 
 
@@ -183,21 +188,6 @@ def summary_lines(compared: Compared) -> list[str]:
         )
     lines += compared.unsteady
     return lines + audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
-
-
-def verdicts(compared: Compared) -> list[tuple[str, Verdict, str]]:
-    """For each group of runs that are compared: which it is, its verdict, and what needs least memory."""
-    affects, found = affected(compared.differences), []
-    for group in compared.groups:
-        rows = compared.table[compared.table["choice"].isin(list(group))]
-        best = fastest(rows)
-        standing = standings(group, best) if best else {}
-        works = {work_of(record) for record in group.values()}
-        over = f"Over {next(iter(group.values()))['backend_class']}: " if len(compared.groups) > 1 else ""
-        lean = "" if MEMORY in affects else leanest(rows, {} if TIME in affects else standing)
-        equal_compute = len(works) == 1 and None not in works
-        found.append((over, verdict(rows, standing, affects, equal_compute), lean))
-    return found
 
 
 def figures_sections(compared: Compared) -> list[Section]:

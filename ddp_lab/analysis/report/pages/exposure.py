@@ -95,10 +95,10 @@ def straggler_section(exposure: Exposure) -> Section:
         return Section(heading, f"Unknown: no collective could be matched over ranks.{between}")
     ranks = by_rank(late)
     by_chance = 100 * late["last"].sum() / late["collectives"].sum()
-    text = verdict(exposure, ranks)
-    text += (
-        f"If ranks are alike, each arrives last in {by_chance:.0f} %. Clock: how far a rank's clock is ahead, which is "
-        "subtracted. Residual: half of the collectives then end within it. stragglers.csv has every step."
+    text = (
+        f"{verdict(exposure, ranks)} If ranks are alike, each arrives last in {by_chance:.0f} %. Clock: how far a "
+        "rank's clock is ahead, which is subtracted. Residual: half of the collectives then end within it. "
+        "stragglers.csv has every step."
     )
     panels = {"lateness_ms": "lateness", "costs_ms": "waiting of others"}
     shown = abridged(ranks.merge(exposure.clocks, on="rank"), representatives(exposure.steps))

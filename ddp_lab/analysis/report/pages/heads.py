@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddp_lab.analysis.comparison.fairness import Difference, affected
+from ddp_lab.analysis.sentences import say
 from ddp_lab.record_format import SHARED_GPU
 from ddp_lab.runtime.config import FLAGS
 from ddp_lab.runtime.settings.field import is_given
@@ -28,16 +29,9 @@ def banner(differences: Sequence[Difference], what: str) -> str:
     """A warning if the runs differ in more than `what`; else empty."""
     if not differences:
         return ""
-    settings = "; ".join(f"{found.name} ({found.listed})" for found in differences)
-    figures = ", ".join(affected(differences))
-    return f"These runs differ in more than their {what}: {settings}. These figures cannot be compared: {figures}."
+    return say("banner", differences, affected(differences), what)
 
 
 def audit_lines(failed_checks: Mapping[str, Sequence[str]]) -> list[str]:
     """A warning for each run with failed audit checks (`failed_checks`: their subjects by name of the run)."""
-    return [
-        f"Warning: {name} does not do what its own formula and configuration say: {', '.join(subjects)} "
-        f"(audit.csv and summary.html in its folder)."
-        for name, subjects in failed_checks.items()
-        if subjects
-    ]
+    return [say("failed_audit", name, subjects) for name, subjects in failed_checks.items() if subjects]

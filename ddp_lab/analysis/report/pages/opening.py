@@ -8,7 +8,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS
-from ddp_lab.analysis.comparison.conclusion import PARTS, Row, Verdict, parts_of, shown
+from ddp_lab.analysis.comparison.outcome import PARTS, Outcome, Row, parts_of, shown
 from ddp_lab.analysis.report.figures import axis_end
 from ddp_lab.analysis.report.page import table, templates
 
@@ -30,7 +30,7 @@ COLUMNS = {
 
 
 def opening(
-    verdicts: Sequence[tuple[str, Verdict, str]],
+    outcomes: Sequence[Outcome],
     comparison: pd.DataFrame,
     linked: Collection[str] = (),
     docs: str = "",
@@ -38,7 +38,7 @@ def opening(
     """The first screen as HTML, with the fastest choice on top.
 
     Args:
-        verdicts: For each group of runs that are compared: which it is, its verdict, and what needs least memory.
+        outcomes: Of each group of runs that are compared.
         comparison: The table of `ddp_lab.analysis.comparison.compare.comparison`.
         linked: Choices whose name leads to their `summary.html`.
         docs: Where the page on how choices work is, from the folder of this page.
@@ -55,7 +55,7 @@ def opening(
     html = templates().get_template("opening.html.j2")
     return Markup(
         html.render(
-            verdicts=verdicts,
+            outcomes=outcomes,
             bars=bars,
             legend=[part for part in (*PARTS, NOT_TRACED) if part in drawn],
             table=choices,

@@ -9,6 +9,7 @@ from ddp_lab.analysis.metrics.pipeline import PASSES, SENDERS
 from ddp_lab.analysis.report.figures.lanes_figure import drawn_lanes
 from ddp_lab.analysis.report.page import Section, drawing, table
 from ddp_lab.analysis.report.pages.ranks import MOST_RANKS, abridged
+from ddp_lab.analysis.sentences import say
 from ddp_lab.analysis.traces.intervals import minus, union
 
 MADE = {"wait_activation": "activations", "wait_gradient": "gradients"}
@@ -41,20 +42,14 @@ def verdict(mean: pd.DataFrame) -> str:
         mean: Of the table of `pipeline_steps`, by rank.
     """
     waits = [
-        (row[f"{part}_ms"], f"rank {row['rank']:.0f} for {MADE[part]} of rank {row[f'{part}_from']:.0f}")
+        (row[f"{part}_ms"], f"{row['rank']:.0f}", MADE[part], f"{row[f'{part}_from']:.0f}")
         for row in mean.to_dict("records")
         for part in SENDERS
         if row[f"{part}_ms"] > 0
     ]
     computed = mean[[f"{part}_ms" for part in PASSES.values()]].sum(axis="columns")
-    waited = "; ".join(f"{who}: {ms:.1f} ms a step" for ms, who in sorted(waits, reverse=True)[:4])
-    return (
-        f"Bubble: {mean['bubble_pct'].mean():.1f} % of the time from the first pass to the last, "
-        f"{100 * mean['bubble_ms'].sum() / mean['step_ms'].sum():.1f} % of the step. With equal stages and instant "
-        f"messages it is {mean['ideal_bubble_pct'].mean():.1f} %. Rank {mean['rank'].iloc[int(computed.argmax())]} "
-        f"computes longest: {computed.max():.1f} ms a step, {100 * (computed.max() / computed.mean() - 1):.0f} % above "
-        f"the mean. Who waits for whom: {waited or 'nobody'}."
-    )
+    slowest = mean["rank"].iloc[int(computed.argmax())]
+    return say("bubble", mean, slowest, computed, sorted(waits, reverse=True)[:4])
 
 
 def pipeline_figure(of_step: pd.DataFrame) -> go.Figure:
