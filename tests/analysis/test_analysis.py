@@ -19,7 +19,8 @@ from ddp_lab.analysis.command import main
 from ddp_lab.analysis.comparison.changes import Run, changes
 from ddp_lab.analysis.comparison.compare import comparison
 from ddp_lab.analysis.comparison.traced import keep
-from ddp_lab.analysis.report.pages.summary import kernel_times, write_summary
+from ddp_lab.analysis.report.pages.summary import write_summary
+from ddp_lab.analysis.report.pages.tables import kernel_times
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces import intervals
 from ddp_lab.analysis.traces.finding import find_windows

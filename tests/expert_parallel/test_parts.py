@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.analysis.report.pages.experts import experts_section, relative
+from ddp_lab.analysis.report.pages.experts import MOST_LANES, expert_load, load_figure, relative
+from ddp_lab.analysis.sentences import say
 from expert_parallel import experts as of_experts
 from expert_parallel.balance import Balance
 from expert_parallel.experts import grouped, products
@@ -45,11 +46,11 @@ def test_the_kernel_takes_rows_of_a_multiple_of_16_bytes(inputs, is_aligned, mon
 def test_the_report_shows_who_gets_how_many_tokens():
     """Two layers of three experts. A step before the run resumed is not known."""
     load = [[[6, 3, 3], [4, 4, 4]], [[3, 3, 6], [12, 0, 0]]]
-    assert experts_section(None) == experts_section({"step_expert_tokens": None}) == []
+    assert expert_load(None).empty and expert_load({"step_expert_tokens": None}).empty
     assert relative(load[0]).tolist() == [1.5, 0.75, 0.75, 1.0, 1.0, 1.0]
-    (section,) = experts_section({"step_expert_tokens": [None, *load]})
-    assert "1.25 of it in step 1 and 2.25 in step 2; at most 3.00" in section.text
-    assert section.figure is not None and "layer 1, expert 2" in section.figure
+    by_step = expert_load({"step_expert_tokens": [None, *load]})
+    assert "1.25 of it in step 1 and 2.25 in step 2; at most 3.00" in say("experts", by_step, MOST_LANES)
+    assert "layer 1, expert 2" in load_figure(by_step).data[0].y
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])

@@ -193,7 +193,7 @@ def gains(best: Row, second: Row, equal_compute: bool) -> dict[str, float] | Non
 def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> Lean | None:
     """Who needs least memory; None if fewer than two peaks are known. `to_fastest`: empty if times are not compared."""
     known = table.dropna(subset=["peak_bytes"]).sort_values("step_time_ms_median", kind="stable")
-    peaks: dict[str, float] = known.set_index("choice")["peak_bytes"].to_dict()
+    peaks: dict[str, float] = dict(zip(known["choice"], known["peak_bytes"], strict=True))
     if len(peaks) < 2:
         return None
     least = min(peaks.values())

@@ -41,7 +41,7 @@ def _comparable(calls: pd.DataFrame) -> pd.DataFrame:
     return calls[calls["late_rank"].notna() & ~calls["dimension"].isin(across)]
 
 
-def by_rank(table: pd.DataFrame) -> pd.DataFrame:
+def lateness(table: pd.DataFrame) -> pd.DataFrame:
     """The table of `stragglers` by rank: collectives, last_pct, lateness_ms (the largest), costs_ms (mean of steps)."""
     groups = table.groupby("rank")
     sums = groups[["collectives", "last"]].sum()
@@ -55,8 +55,8 @@ def by_rank(table: pd.DataFrame) -> pd.DataFrame:
     ).reset_index()
 
 
-def verdict(exposure: Exposure, ranks: pd.DataFrame) -> str:
-    """A sentence on the rank that costs the others most, from the table of `by_rank`."""
+def straggler(exposure: Exposure, ranks: pd.DataFrame) -> str:
+    """A sentence on the rank that costs the others most, from the table of `lateness`."""
     worst = ranks.nlargest(1, "costs_ms").iloc[0]
     calls, steps = _comparable(exposure.collectives), exposure.steps
     waiting = calls[(calls["late_rank"] == worst["rank"]) & (calls["rank"] != worst["rank"])]

@@ -1,8 +1,8 @@
-"""Sections of tables and figures as an HTML file that needs no network, only Plotly's script beside it."""
+"""Blocks of tables and figures as an HTML file that needs no network, only Plotly's script beside it."""
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,21 @@ UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 
 @dataclass(frozen=True)
-class Section:
-    """A heading with a text, a figure and a table, each of which may be left out.
+class Block:
+    """A part of a page: a heading with a text, a figure and a table, each of which may be left out.
 
     Attributes:
+        when: Whether the page has it. Text, table and figure are made only then.
+        table: Makes what `table` or `titled` returns, or None.
         traces: Rank and file of traces that the reader is told how to open in Perfetto.
         folded: Shown as its heading alone, until the reader opens it.
     """
 
     heading: str
-    text: str = ""
-    table: dict[str, Any] | None = None
-    figure: Markup | None = None
+    text: Callable[[], str] = str
+    when: bool = True
+    table: Callable[[], dict[str, Any] | None] = lambda: None
+    figure: Callable[[], go.Figure | None] = lambda: None
     traces: Sequence[tuple[int, str]] = ()
     folded: bool = False
 
@@ -106,7 +109,7 @@ def legend_of(figure: go.Figure) -> str:
 def render(
     title: str,
     lines: Sequence[str],
-    sections: Sequence[Section],
+    blocks: Sequence[Block],
     banner: str = "",
     opening: Markup | None = None,
     verdict: Sequence[str] = (),
@@ -119,8 +122,9 @@ def render(
         verdict: A sentence that a reader needs first, and what to do about it.
     """
     template = templates().get_template("page.html.j2")
-    parts = {"lines": lines, "sections": sections, "banner": banner, "opening": opening, "verdict": verdict}
-    return template.render(title=title, script=SCRIPT, **parts)
+    parts = {"lines": lines, "banner": banner, "opening": opening, "verdict": verdict}
+    shown = [block for block in blocks if block.when]
+    return template.render(title=title, script=SCRIPT, blocks=shown, drawing=drawing, **parts)
 
 
 def write_page(path: Path, page: str) -> None:

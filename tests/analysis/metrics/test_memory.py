@@ -2,8 +2,8 @@
 
 import pytest
 
-from ddp_lab.analysis.metrics.memory import OTHER, memory_parts
-from ddp_lab.analysis.report.pages.memory import where_sections
+from ddp_lab.analysis.metrics.memory import OTHER, failed_allocation, memory_parts
+from ddp_lab.analysis.sentences import say
 from tests.traces import record
 
 SAID = (
@@ -27,7 +27,8 @@ def test_the_parts_add_up_to_what_the_device_or_the_process_holds():
 @pytest.mark.parametrize("said", [SAID, "MemoryError: you tried to allocate 2147483648 bytes", "TypeError: x"])
 def test_what_a_run_asked_for_that_ended_out_of_memory(said):
     failed = record("x", 1.0) | {"memory": [], "ended": {"how": "failed", "message": said}}
-    (text,) = [section.text for section in where_sections(failed, [0, 1])] or [""]
+    allocation = failed_allocation(failed)
+    text = say("out_of_memory", allocation) if allocation else ""
     assert ("asked for 2.00 GiB" in text) == ("allocate" in said)
     assert ("0.50 GiB of 79.10 GiB were free" in text) == ("tensors held 70.00 GiB" in text) == (said == SAID)
     assert ("3.00 GiB outside torch" in text) == (said == SAID)

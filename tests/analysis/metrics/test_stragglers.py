@@ -8,8 +8,8 @@ import pytest
 
 from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.metrics.stragglers import stragglers
-from ddp_lab.analysis.report.pages.exposure import buckets
 from ddp_lab.analysis.report.pages.summary import write_summary
+from ddp_lab.analysis.report.pages.tables import buckets
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.collectives import only_group
 from ddp_lab.analysis.traces.finding import find_windows

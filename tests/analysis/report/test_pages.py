@@ -12,11 +12,13 @@ from playwright.sync_api import expect, sync_playwright
 from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.report.figures import axis_end
+from ddp_lab.analysis.report.figures.lanes import kernels_drawn
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
 from ddp_lab.analysis.report.figures.times import ranks_figure
-from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
+from ddp_lab.analysis.report.page import Block, render, table, write_page
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
-from ddp_lab.analysis.report.pages.summary import lanes_section, write_summary
+from ddp_lab.analysis.report.pages.summary import write_summary
+from ddp_lab.analysis.sentences import say
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import Window, find_windows
 from tests.traces import cpu_trace, event, memory_of, record, timeline_of, write, write_run
@@ -107,12 +109,12 @@ COLUMNS = {"name": Column("name", "", "who"), "size": Column("size", "MiB", "how
 def small_page(tmp_path_factory):
     """A page of the parts alone, as any author makes it."""
     figure = go.Figure(go.Bar(x=[1, 2], y=[3, 4], name=HOSTILE, hovertemplate=HOSTILE))
-    sections = [
-        Section("Sizes", table=table("sizes", ROWS, COLUMNS), figure=drawing(figure)),
-        Section(HOSTILE, HOSTILE),
+    blocks = [
+        Block("Sizes", table=lambda: table("sizes", ROWS, COLUMNS), figure=lambda: figure),
+        Block(HOSTILE, lambda: HOSTILE),
     ]
     path = tmp_path_factory.mktemp("small") / "page.html"
-    write_page(path, render(HOSTILE, [HOSTILE], sections, banner=f"Incomplete: rank 1 {HOSTILE}"))
+    write_page(path, render(HOSTILE, [HOSTILE], blocks, banner=f"Incomplete: rank 1 {HOSTILE}"))
     return path
 
 
@@ -245,9 +247,9 @@ def test_many_kernels_stay_light(tmp_path):
         )
 
     timelines = [timeline(0), timeline(1)]
-    section = lanes_section(timelines, 5, None)
-    assert len(render("many kernels", [], [section])) < LARGEST_PAGE - 500_000, "room for the other sections"
-    assert "of 4,000 kernels of the step" in section.text
     figure = lanes_figure(timelines, 5)
+    page = render("many kernels", [], [Block("Lanes", figure=lambda: figure)])
+    assert len(page) < LARGEST_PAGE - 500_000, "room for the other blocks"
+    assert "of 4,000 kernels of the step" in say("lanes", *kernels_drawn(timelines, 5))
     assert 1200 < sum(len(bars.y) for bars in figure.data) <= 4000 + 2400
     assert len(figure.layout.yaxis.categoryarray) == 2 * (1 + 1 + 4), "compute, its kernels, and four of the streams"

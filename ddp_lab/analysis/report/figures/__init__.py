@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import plotly.graph_objects as go
 
-from ddp_lab.analysis.metrics.memory import OTHER
+from ddp_lab.analysis.metrics.memory import CACHED, OTHER, OUTSIDE
 from ddp_lab.analysis.report.page import readable
 
 COLOURS = {
@@ -35,6 +35,8 @@ MEMORY_COLOURS = {
     "buffers": "#AA4499",
     "model_states": "var(--states)",
     OTHER: "var(--pale)",
+    CACHED: "#CCBB44",
+    OUTSIDE: "#999999",
     "peak": "var(--pale)",
 }
 """Components of memory, by their names in run records."""

@@ -128,16 +128,11 @@ def merged(intervals: Intervals, gap: float, most: int) -> Intervals:
     return found
 
 
-def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
-    """How many of a step's kernels the figure draws one by one."""
+def kernels_drawn(timelines: Sequence[RankTimeline], step: int) -> tuple[int, int, float]:
+    """How many of a step's kernels the figure draws one by one, of how many; and gaps of how many ms it closes."""
     drawn = total = 0
     for timeline in timelines:
         moments = bounds(timeline, step)
         drawn += int(lane_kernels(timeline, *moments, MOST_KERNELS // len(timelines))["single"].sum())
         total += len(kernels_of(timeline, *moments))
-    which = f"All {total:,}" if drawn == total else f"The longest {drawn:,} of {total:,}"
-    gap_ms = gap_to_close([(timeline, step) for timeline in timelines]) / 1000
-    return (
-        f"{which} kernels of the step are drawn one by one: zoom in to see their names, and point at one to see its "
-        f"times. Gaps in compute below {gap_ms:g} ms are closed."
-    )
+    return drawn, total, gap_to_close([(timeline, step) for timeline in timelines]) / 1000

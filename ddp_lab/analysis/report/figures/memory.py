@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ddp_lab.analysis.columns import COMPONENTS, MIB
+from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, MIB
 from ddp_lab.analysis.metrics.memory import OTHER, memory_timeline
 from ddp_lab.analysis.report.figures import COLOURS, MEMORY_COLOURS, clip_bars, literal, styled
 
@@ -55,6 +55,21 @@ def memory_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
     figure.update_layout(barmode="overlay", height=140 + 34 * len(table), meta={"narrowest": 560})
     figure.update_xaxes(title="MiB")
     figure.update_yaxes(autorange="reversed")
+    return styled(figure)
+
+
+def where_figure(parts: pd.DataFrame) -> go.Figure:
+    """A bar a row of `parts` (`metrics.memory.memory_parts`): what memory went to at the peak."""
+    names = [f"rank {rank}" for rank in parts["rank"]]
+    figure = go.Figure(
+        [
+            bars(names, parts[name] * MIB, column.label, MEMORY_COLOURS[name])
+            for name, column in COLUMNS["where"].items()
+            if name in MEMORY_COLOURS and (parts[name] * MIB).max() >= 0.1
+        ]
+    )
+    figure.update_layout(barmode="stack", height=140 + 34 * len(parts))
+    figure.update_xaxes(title="MiB").update_yaxes(autorange="reversed")
     return styled(figure)
 
 

@@ -1,4 +1,4 @@
-"""The section of the summary page on a mixture of experts: who gets how many tokens, step by step."""
+"""A mixture of experts on the summary page: who gets how many tokens, step by step."""
 
 from typing import Any
 
@@ -6,29 +6,14 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from ddp_lab.analysis.report.figures import styled
-from ddp_lab.analysis.report.page import Section, drawing
 
 MOST_LANES, MOST_STEPS = 128, 400
 
 
-def experts_section(record: dict[str, Any] | None) -> list[Section]:
-    """None of a run that did not count."""
+def expert_load(record: dict[str, Any] | None) -> pd.DataFrame:
+    """What each expert got over its even share: rows by layer and expert, a column a step; empty if it is unknown."""
     loads = (record or {}).get("step_expert_tokens") or []
-    steps = {step: load for step, load in enumerate(loads) if load}
-    if not steps:
-        return []
-    by_step = pd.DataFrame({step: relative(load) for step, load in steps.items()})
-    highest = by_step.groupby(level="layer").max()
-    first, last, most = highest[min(steps)].mean(), highest[max(steps)].mean(), float(highest.to_numpy().max())
-    text = (
-        "1.00 is an even share of a layer's tokens. The expert that gets most has, on average over layers, "
-        f"{first:.2f} of it in step {min(steps)} and {last:.2f} in step {max(steps)}; at most {most:.2f}. "
-        "step_expert_tokens in the run record has the counts."
-    )
-    shown = by_step.iloc[:MOST_LANES, :: -(-by_step.shape[1] // MOST_STEPS)]
-    if len(shown) < len(by_step):
-        text += f" Drawn: the first {MOST_LANES} experts."
-    return [Section("Load of experts", text, figure=drawing(load_figure(shown)))]
+    return pd.DataFrame({step: relative(load) for step, load in enumerate(loads) if load})
 
 
 def relative(load: list[list[int]]) -> "pd.Series[float]":
@@ -41,8 +26,9 @@ def relative(load: list[list[int]]) -> "pd.Series[float]":
     return pd.Series(shares).rename_axis(["layer", "expert"])
 
 
-def load_figure(by_step: pd.DataFrame) -> go.Figure:
-    """A heat map of expert by step. `by_step`: rows by layer and expert, a column a step."""
+def load_figure(load: pd.DataFrame) -> go.Figure:
+    """A heat map of `expert_load`, of the first experts, and of some steps if there are many."""
+    by_step = load.iloc[:MOST_LANES, :: -(-load.shape[1] // MOST_STEPS)]
     figure = go.Figure().add_heatmap(
         z=by_step.round(3).to_numpy().tolist(),
         zmin=0,

@@ -59,7 +59,7 @@ def opening(
             bars=bars,
             legend=[part for part in (*PARTS, NOT_TRACED) if part in drawn],
             table=choices,
-            heading="Choices, the fastest first",
+            heading="Strategies, the fastest first",
             docs=docs,
         )
     )

@@ -1,41 +1,18 @@
-"""The section of the summary page on a pipeline: its lanes, its bubble, and who waits for whom."""
+"""A pipeline on the summary page: its lanes, its bubble, and who waits for whom."""
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from ddp_lab.analysis.columns import COLUMNS
 from ddp_lab.analysis.metrics.pipeline import PASSES, SENDERS
 from ddp_lab.analysis.report.figures.lanes_figure import drawn_lanes
-from ddp_lab.analysis.report.page import Section, drawing, table
-from ddp_lab.analysis.report.pages.ranks import MOST_RANKS, abridged
 from ddp_lab.analysis.sentences import say
 from ddp_lab.analysis.traces.intervals import minus, union
 
 MADE = {"wait_activation": "activations", "wait_gradient": "gradients"}
 
 
-def pipeline_section(passes: pd.DataFrame, steps: pd.DataFrame, ranks: list[int]) -> list[Section]:
-    """None without a pipeline.
-
-    Args:
-        passes: From `metrics.pipeline.pipelines`.
-        steps: From `metrics.pipeline.pipeline_steps`.
-        ranks: Whose rows the table shows.
-    """
-    if steps.empty:
-        return []
-    mean, number = steps.drop(columns="step").groupby("rank").mean().reset_index(), steps["step"].max()
-    last = passes[(passes["step"] == number) & ((passes["pipeline"] == 0) | (len(mean) <= MOST_RANKS))]
-    text = (
-        f"{verdict(mean)} The lanes are of step {number}: numbers are those of micro-batches. The table has means over "
-        "the analysed steps; pipeline.csv has every step."
-    )
-    shown = table("pipeline", abridged(mean, ranks), COLUMNS["pipeline"])
-    return [Section("Pipeline", text, table=shown, figure=drawing(pipeline_figure(last)))]
-
-
-def verdict(mean: pd.DataFrame) -> str:
+def bubbles(mean: pd.DataFrame) -> str:
     """Sentences on the bubble, on the rank that computes longest, and on those that wait longest.
 
     Args:
