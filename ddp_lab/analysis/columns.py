@@ -1,13 +1,18 @@
 """The columns of CSV files and of tables on pages, from `columns.toml`, of which `docs/csv-columns.md` is printed."""
 
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from ddp_lab.collectives.kinds import LABELS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 MIB = 1 / 2**20
 COMPONENTS = {
@@ -92,6 +97,26 @@ CSV_COLUMNS = {
     for file, tables in FILES.items()
 }
 COMPARISON_COLUMNS = CSV_COLUMNS["compare.csv"]
+
+
+def as_table(frame: pd.DataFrame, columns: Columns, texts: Collection[str]) -> "Table":
+    """The columns of `frame` as the terminal shows them, each row on one line; `texts` stand to the left."""
+    from rich.table import Table  # the other readers of columns print nothing
+
+    table = Table(box=None, pad_edge=False)
+    for name, column in columns.items():
+        heading = f"{column.label}\n{column.unit}" if any(shown.unit for shown in columns.values()) else column.label
+        table.add_column(heading, justify="left" if name in texts else "right", no_wrap=True)
+    for row in frame.to_dict("records"):
+        table.add_row(*(column.show(row[name]) for name, column in columns.items()))
+    return table
+
+
+def print_table(frame: pd.DataFrame, columns: Columns, texts: Collection[str], console: "Console") -> None:
+    """Print it after an empty line. A file gets a width in which no row is cut."""
+    if not console.is_terminal:
+        console.width = 200
+    console.print("", as_table(frame, columns, texts))
 
 
 def kinds_run(table: pd.DataFrame) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from ddp_lab.analysis.columns import Column
+from ddp_lab.analysis.columns import Column, as_table
 from ddp_lab.analysis.metrics.utilization import dtype_of
 from ddp_lab.planner.contracts import COMPONENTS, Costs, Simulated
 from ddp_lab.planner.costs.links import LINK_ERROR
@@ -182,12 +182,8 @@ def printed(frame: pd.DataFrame) -> Table:
     }
     widths = accumulate(max(map(len, texts)) + 2 for texts in cells.values())
     shown = [name for name, width in zip(cells, widths, strict=True) if width <= WIDTH + 2]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in sorted(shown, key=list(PLAN_COLUMNS).index):
-        label, unit, *_ = cells[name]
-        table.add_column(f"{label}\n{unit}", justify="left" if name in TEXTS else "right", no_wrap=True)
-    for texts in zip(*(cells[name][2:] for name in sorted(shown, key=list(PLAN_COLUMNS).index)), strict=True):
-        table.add_row(*texts)
+    table = as_table(frame, {name: column for name, column in PLAN_COLUMNS.items() if name in shown}, TEXTS)
+    table.padding = (0, 2, 0, 0)
     return table
 
 

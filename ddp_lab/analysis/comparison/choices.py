@@ -8,9 +8,8 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
-from ddp_lab.analysis.columns import COMPARISON_COLUMNS
+from ddp_lab.analysis.columns import COMPARISON_COLUMNS, print_table
 from ddp_lab.analysis.command import report_folder, report_on_window
 from ddp_lab.analysis.comparison.compare import REFERENCE, latest_record
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, require_comparable, with_one_link
@@ -101,7 +100,12 @@ def report_on_choices(
     compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete, unfinished)
     for sharing in compared.table["gpu_sharing"].dropna().unique():
         print(f"{sharing}: {SHARED_GPU}")
-    print_table(compared.table, Console())
+    unit = compared.table.attrs["loss_unit"]
+    shown = {name: COMPARISON_COLUMNS[name] for name in SHOWN}
+    shown = {name: replace(column, unit=unit) if column.unit == "nats" else column for name, column in shown.items()}
+    if compared.table["tokens_per_second"].isna().all():
+        del shown["tokens_per_second"]
+    print_table(compared.table, shown, ("choice", "verdict"), Console())
     for line in [
         *map(str, compared.outcomes),
         *compared.unsteady,
@@ -151,25 +155,3 @@ def last_window(trace_dir: Path, run_id: str) -> Window:
     if not windows:
         raise UserError(f"{trace_dir}: no trace of run {run_id}; train again")
     return windows[-1]
-
-
-def print_table(table: pd.DataFrame, console: Console) -> None:
-    """The most important columns, each row on one line."""
-    shown = Table(box=None, pad_edge=False)
-    names = [name for name in SHOWN if name != "tokens_per_second" or table[name].notna().any()]
-    for name in names:
-        column = COMPARISON_COLUMNS[name]
-        is_text = name in ("choice", "verdict")
-        unit = table.attrs["loss_unit"] if column.unit == "nats" else column.unit
-        shown.add_column(f"{column.label}\n{unit}", justify="left" if is_text else "right", no_wrap=True)
-    for row in table.to_dict("records"):
-        shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]).removesuffix(" seen") for name in names))
-    print_whole(shown, console)
-
-
-def print_whole(shown: Table, console: Console) -> None:
-    """Print a table after an empty line. A file gets a width in which no row is cut."""
-    if not console.is_terminal:
-        console.width = 200
-    console.print()
-    console.print(shown)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
-from ddp_lab.analysis.comparison.changes import EQUAL, UNKNOWN, Run, changes, rows_of, summary
-from ddp_lab.analysis.comparison.choices import last_window, print_whole
+from ddp_lab.analysis.columns import COLUMNS, Column, print_table
+from ddp_lab.analysis.comparison.changes import EQUAL, UNKNOWN, Run, changes
+from ddp_lab.analysis.comparison.choices import last_window
 from ddp_lab.analysis.comparison.fairness import differences as settings_apart
 from ddp_lab.analysis.comparison.fairness import require_comparable
 from ddp_lab.analysis.comparison.traced import keep
@@ -67,7 +67,7 @@ def report_on_two_runs(
         banner(differences, "run"),
         *(line for record in records.values() for line in labels(record)),
         *audit_lines({name: each.traced.failed_checks for name, side in runs.items() for each in side if each.traced}),
-        summary(table),
+        say("changes", table.iloc[0], [*table[2:].itertuples()]),  # throughput says the same as step time
         how_sure(table, [len(side) for side in runs.values()], len(earlier)),
     ]
     for line in filter(None, dict.fromkeys(lines)):
@@ -120,7 +120,7 @@ def equal_runs(trace_dir: Path, record: dict[str, Any], besides: Collection[Path
 
 def how_sure(table: pd.DataFrame, runs: Sequence[int], earlier: int) -> str:
     """What the interval of step times rests on, and what would make it narrower."""
-    time = rows_of(table)[0]
+    time = table.iloc[0]
     if time.result != UNKNOWN or time.interval_low != time.interval_low:
         return ""
     return say("how_sure", runs, earlier, EXPECTED_SPREAD)
@@ -148,20 +148,18 @@ def load(path: Path) -> Run:
 
 def print_changes(table: pd.DataFrame, console: Console) -> None:
     """The rows that are not equal, and a few that are always shown."""
-    shown = Table(box=None, pad_edge=False)
-    for label in ("figure", "unit", "baseline", "run", "change", "95 % interval", "result"):
-        shown.add_column(label, justify="left" if label in ("figure", "unit", "result") else "right", no_wrap=True)
-    rows = rows_of(table)
-    chosen = [row for row in rows if row.result != EQUAL or row.figure in ALWAYS_SHOWN]
-    for row in chosen:
-        known = row.interval_low == row.interval_low
-        interval = say("interval", row) if known else "–"
-        percent = say("signed", row.change_pct) if row.change_pct == row.change_pct else "–"
-        values = (number(value, row.unit) for value in (row.baseline, row.run))
-        shown.add_row(row.figure, row.unit, *values, percent, interval, row.result)
-    print_whole(shown, console)
-    if len(chosen) < len(rows):
-        console.print(f"and {len(rows) - len(chosen)} figures that are equal")
+    chosen = table[(table["result"] != EQUAL) | table["figure"].isin(ALWAYS_SHOWN)]
+    shown = chosen.assign(
+        change=chosen["change_pct"].map(lambda percent: say("signed", percent)),
+        interval=[say("interval", row) for row in chosen.itertuples()],
+        baseline=[*map(number, chosen["baseline"], chosen["unit"])],
+        run=[*map(number, chosen["run"], chosen["unit"])],
+    )
+    columns = COLUMNS["changes"] | {"interval": Column("95 % interval", "", "")}
+    names = ("figure", "unit", "baseline", "run", "change", "interval", "result")
+    print_table(shown, {name: columns[name] for name in names}, ("figure", "unit", "result"), console)
+    if len(chosen) < len(table):
+        console.print(f"and {len(table) - len(chosen)} figures that are equal")
 
 
 def number(value: float, unit: str) -> str:
