@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from ddp_lab.analysis.columns import COMPARISON_COLUMNS, print_table
+from ddp_lab.analysis.columns import print_table
 from ddp_lab.analysis.command import report_folder, report_on_window
-from ddp_lab.analysis.comparison.compare import REFERENCE, latest_record
+from ddp_lab.analysis.comparison.compare import REFERENCE, columns_of, latest_record
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, require_comparable, with_one_link
 from ddp_lab.analysis.comparison.timing import passes_of, with_passes
 from ddp_lab.analysis.comparison.traced import Traced, keep
@@ -100,19 +100,11 @@ def report_on_choices(
     compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete, unfinished)
     for sharing in compared.table["gpu_sharing"].dropna().unique():
         print(f"{sharing}: {SHARED_GPU}")
-    unit = compared.table.attrs["loss_unit"]
-    shown = {name: COMPARISON_COLUMNS[name] for name in SHOWN}
-    shown = {name: replace(column, unit=unit) if column.unit == "nats" else column for name, column in shown.items()}
-    if compared.table["tokens_per_second"].isna().all():
-        del shown["tokens_per_second"]
-    print_table(compared.table, shown, ("choice", "verdict"), Console())
-    for line in [
-        *map(str, compared.outcomes),
-        *compared.unsteady,
-        *compared.unknown,
-        *([unfinished] if unfinished else []),
-    ]:
-        print(line)
+    columns = columns_of(compared.table)
+    names = [name for name in SHOWN if name != "tokens_per_second" or compared.table[name].notna().any()]
+    print_table(compared.table, {name: columns[name] for name in names}, ("choice", "verdict"), Console())
+    lines = [*map(str, compared.outcomes), *compared.unsteady, compared.unknown, unfinished]
+    print("\n".join(filter(None, lines)))
     return write_comparison(compared, output_dir / report_root)
 
 

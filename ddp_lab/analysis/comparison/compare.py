@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.columns import COLUMNS, COMPARISON_COLUMNS
+from ddp_lab.analysis.columns import COLUMNS, COMPARISON_COLUMNS, Columns
 from ddp_lab.analysis.comparison.fairness import by_class
 from ddp_lab.analysis.comparison.timing import all_steps_ms, expected_of, passes_of, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
@@ -50,9 +51,7 @@ class Standing(NamedTuple):
 
 
 def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str, Standing]:
-    """Every other run compared with the reference, pass by pass; empty without the reference."""
-    if reference not in records:
-        return {}
+    """Every other run compared with that of this label, pass by pass."""
     base, logs = passes_of(records[reference]), logs_by_pass(records, reference)
     pairs = [(run, base[n]) for record in records.values() for n, run in passes_of(record).items() if n in base]
     spread = spread_beside(logs).together(expected_of(pairs))
@@ -75,7 +74,8 @@ def logs_by_pass(records: Mapping[str, dict[str, Any]], reference: str) -> pd.Da
 
 def unsteady(records: Mapping[str, dict[str, Any]], reference: str) -> str:
     """A sentence on a machine that changed between passes, by more than `MOST_SPREAD`; else empty."""
-    logs = logs_by_pass(records, reference) if reference in records else pd.DataFrame()
+    label = reference_in(records, reference)
+    logs = logs_by_pass(records, label) if label else pd.DataFrame()
     deviation = spread_beside(logs).variance ** 0.5
     if deviation <= MOST_SPREAD:
         return ""
@@ -114,43 +114,54 @@ def comparison(
         across_classes: Compare all runs.
     """
     groups = by_class(records, across_classes)
-    rows = [
-        row | {"group": number} for number, group in enumerate(groups) for row in group_rows(group, traced, reference)
-    ]
-    table = pd.DataFrame(rows).reindex(columns=["group", *COMPARISON_COLUMNS])
-    references = table[table["verdict"] == IS_REFERENCE].set_index("group")
-    for column, ratio in RATIOS.items():
-        table[ratio] = table[column] / table["group"].map(references[column].replace(0, float("nan")))
-    digits = {column: 4 for column in COMPARISON_COLUMNS if column not in FINE}
+    table = pd.DataFrame([row for group in groups for row in group_rows(group, traced, reference)])
+    table = table.reindex(columns=list(COMPARISON_COLUMNS))
     for column in COUNTS:
         table[column] = table[column].astype("Int64").astype(object).where(table[column].notna(), None)
-    table = table[list(COMPARISON_COLUMNS)].round(digits)
+    table = table.round({column: 4 for column in COMPARISON_COLUMNS if column not in FINE})
     table.attrs["loss_unit"] = loss_unit(records.values())
     return table
+
+
+def columns_of(table: pd.DataFrame) -> Columns:
+    """The columns of a `comparison`, with the unit that its losses have."""
+    unit = table.attrs["loss_unit"]
+    return {
+        name: replace(column, unit=unit) if column.unit == "nats" else column
+        for name, column in COMPARISON_COLUMNS.items()
+    }
 
 
 def group_rows(
     records: Mapping[str, dict[str, Any]], traced: Mapping[str, Traced], reference: str
 ) -> list[dict[str, Any]]:
-    """Rows of runs that are compared with each other, but for the ratios of medians."""
-    base_name = next((name for name, record in records.items() if record["choice"] == reference), "")
-    stand, base = standings(records, base_name), records.get(base_name)
-    rows = []
-    for name, record in records.items():
-        row = {**run_row(record), **traced_row(traced.get(name), [*passes_of(record)]), "choice": name}
-        row["verdict"] = UNKNOWN
-        row["loss_difference"] = largest_difference(record, base) if base else float("nan")
-        if name == base_name:
+    """Rows of runs that are compared with each other."""
+    rows = [
+        {**run_row(record), **traced_row(traced.get(name), [*passes_of(record)]), "choice": name, "verdict": UNKNOWN}
+        for name, record in records.items()
+    ]
+    base = next((row for row in rows if row["choice"] == reference_in(records, reference)), None)
+    if base is None:
+        return rows
+    stand = standings(records, base["choice"])
+    for row in rows:
+        name = row["choice"]
+        row["loss_difference"] = largest_difference(records[name], records[base["choice"]])
+        row |= {ratio: row[column] / (base[column] or np.nan) for column, ratio in RATIOS.items()}
+        if row is base:
             row["verdict"] = IS_REFERENCE
-        elif name in stand:
-            found = stand[name]
-            row |= {"paired_ratio": found.estimate.value, "passes": len(found.by_pass), "verdict": found.verdict}
-            row |= {"paired_ratio_low": found.estimate.low, "paired_ratio_high": found.estimate.high}
-            row["paired_p_value"] = found.p_value
-            if len(found.by_pass) > 1:
-                row["step_time_ratio_by_pass"] = " ".join(f"{ratio:.2f}" for ratio in found.by_pass.values())
-        rows.append(row)
+            continue
+        estimate, row["paired_p_value"], row["verdict"], by_pass = stand[name]
+        row |= {"paired_ratio": estimate.value, "paired_ratio_low": estimate.low, "paired_ratio_high": estimate.high}
+        row["passes"] = len(by_pass)
+        if len(by_pass) > 1:
+            row["step_time_ratio_by_pass"] = " ".join(f"{ratio:.2f}" for ratio in by_pass.values())
     return rows
+
+
+def reference_in(records: Mapping[str, dict[str, Any]], reference: str) -> str:
+    """The label of the reference among runs that are compared with each other; empty without one."""
+    return next((label for label, record in records.items() if record["choice"] == reference), "")
 
 
 FINE = ("paired_p_value", "loss_difference")

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import COMPARISON_COLUMNS, Column, kinds_run
-from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, comparison, standings, unsteady
+from ddp_lab.analysis.columns import Column, kinds_run
+from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, columns_of, comparison, standings, unsteady
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, Difference, affected, by_class, class_of
 from ddp_lab.analysis.comparison.outcome import Outcome, conclude, fastest
 from ddp_lab.analysis.comparison.timing import work_of
@@ -72,30 +72,13 @@ class Compared:
     @property
     def unsteady(self) -> list[str]:
         """A sentence on each group of runs between which the machine changed."""
-        return [line for group in self.groups if (line := unsteady(group, self.reference_in(group)))]
-
-    def reference_in(self, group: Mapping[str, dict[str, Any]]) -> str:
-        """The label of the reference in a group of runs; empty without one."""
-        return next((label for label, record in group.items() if record["choice"] == self.reference), "")
+        return [line for group in self.groups if (line := unsteady(group, self.reference))]
 
     @property
-    def unknown(self) -> list[str]:
+    def unknown(self) -> str:
         """A sentence on why some verdicts are not known; empty if all are."""
-        if not len(open_ones := self.table[self.table["verdict"] == UNKNOWN]):
-            return []
-        few = open_ones.loc[open_ones["passes"] == 0, "choice"].tolist()
-        widest = (open_ones["paired_ratio_high"] / open_ones["paired_ratio"] - 1).max()
-        return [
-            say(
-                "not_known",
-                self.reference,
-                open_ones["choice"].tolist(),
-                open_ones["passes"].notna().all(),
-                few,
-                widest,
-                FEWEST_STEPS,
-            )
-        ]
+        rows = self.table[self.table["verdict"] == UNKNOWN]
+        return say("not_known", self.reference, rows, FEWEST_STEPS) if len(rows) else ""
 
     @cached_property
     def outcomes(self) -> list[Outcome]:
@@ -201,11 +184,11 @@ def figures(table: pd.DataFrame) -> tuple[dict[str, Any], dict[str, Any]]:
     alike: list[list[dict[str, Any]]] = []
     rows = table.to_dict("records")
     ratio_of = {ratio: name for name, ratio in RATIOS.items()}
-    for name, column in COMPARISON_COLUMNS.items():
+    columns = columns_of(table)
+    for name, column in columns.items():
         if name != "choice" and table[name].notna().any() and not name.startswith(silent):
-            label = f"ratio of {COMPARISON_COLUMNS[ratio_of[name]].label}" if name in ratio_of else column.label
-            unit = table.attrs["loss_unit"] if column.unit == "nats" else column.unit
-            figure = cell("", f"{label}, {unit}" if unit else label, FIGURE)
+            label = f"ratio of {columns[ratio_of[name]].label}" if name in ratio_of else column.label
+            figure = cell("", f"{label}, {column.unit}" if column.unit else label, FIGURE)
             values = [cell(name, row[name], column) for row in rows]
             is_alike = len(rows) > 1 and len({value["value"] for value in values}) == 1
             kept, shown = (alike, values[:1]) if is_alike else (differ, values)
