@@ -3,8 +3,8 @@
 
 Ranks are symmetric: each is taken to hold what this one holds. So a sum is a multiple, a gathered tensor repeats this
 rank's part, and a message that is received is the latest of its kind that this rank has sent. Torch 2.15's `nccl` is
-the model (docs/status.md): synchronous collectives run on the current stream, `get_future` makes the current stream wait,
-and a collective keeps its inputs alive until it is waited for; its outputs live as long as its handle.
+the model (docs/status.md): synchronous collectives run on the current stream, `get_future` makes the current stream
+wait, and a collective keeps its inputs alive until it is waited for; its outputs live as long as its handle.
 """
 
 from collections.abc import Callable, Sequence
