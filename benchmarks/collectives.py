@@ -71,12 +71,12 @@ AS_THE_RUNNERS = ("device", "backend", "share_gpu", "link", "timeout_minutes")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 REPORTS = Path("reports") / "collectives"
 COLUMNS = {
-    "collective": "what was measured; `sharding.` before what the project's strategies call",
+    "collective": "the collective; `sharding.` marks the versions of this project's strategies",
     "world_size": "processes that took part",
     "backend": "gloo, nccl or nccl-legacy",
     "device": "where the tensors were: cpu or cuda",
     "link_bits_per_s": "rate of each rank's link by `--link`",
-    "size_bytes": "payload by nccl-tests' definition; of what is shared out, the whole",
+    "size_bytes": "payload by nccl-tests' definition; for a scattered or gathered tensor, the whole tensor",
     "type": "fp32, bf16 or fp16",
     "calls": "timed calls; in each, the slowest rank's time counts",
     "p50_us": "median time of a call, from a start that all ranks share",

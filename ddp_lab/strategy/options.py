@@ -117,7 +117,7 @@ class StrategyOptions:
     )
     reduce_dtype: str | None = _precision(
         None,
-        "reduce gradients in this dtype (default: fp32 with --param-dtype, else that of the gradients)",
+        "reduce gradients in this dtype (default: fp32 with --param-dtype, else the gradients' dtype)",
         choices=REDUCE_DTYPES,
         excludes=(has_value("precision", BF16_TRUE).because("whose gradients are in bf16"), EXPERTS),
         affects=EVERYTHING,
@@ -138,8 +138,8 @@ class StrategyOptions:
     )
     activation_checkpointing: str = _memory(
         NO_RECOMPUTATION,
-        "free activations of blocks in forward and compute them again in backward: block keeps inputs alone, selective "
-        "also attention and every second matrix product",
+        "free activations of blocks in forward and compute them again in backward: block keeps only inputs, "
+        "selective also attention and every second matrix product",
         choices=RECOMPUTATION,
         excludes=(
             given("compile").because("since a policy does not see the operators of a compiled block", of=(SELECTIVE,)),
@@ -148,8 +148,8 @@ class StrategyOptions:
     )
     loss_chunks: int = _memory(
         1,
-        "causal-lm: compute head and loss for so many parts of a micro-batch's tokens one after the other, so that "
-        "only these logits exist at a time (docs/own-workload.md)",
+        "causal-lm: compute head and loss in N parts of a micro-batch's tokens, so that only one part's logits "
+        "exist at a time (docs/own-workload.md)",
         excludes=(
             above_one(TENSOR, CONTEXT).because("over whose ranks a loss is cut already"),
             EXPERTS,
@@ -179,7 +179,7 @@ class StrategyOptions:
     )
     compress: str | None = _communication(
         None,
-        "compress gradients for the all-reduce, with loss (default: do not)",
+        "compress gradients for the all-reduce, with loss (default: off)",
         choices=("int8",),
         excludes=(
             given("reduce_dtype"),

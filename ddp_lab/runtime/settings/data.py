@@ -69,7 +69,7 @@ class DataSettings:
     choice: str = _data("", "the strategy to train with", metavar="NAME", resume=MAY_DIFFER)
     task: str = _data(
         CLASSIFICATION,
-        "what --model learns from --dataset (docs/own-workload.md)",
+        "the task of --model on --dataset (docs/own-workload.md)",
         choices=TASKS,
         affects=EVERYTHING,
     )
@@ -85,7 +85,7 @@ class DataSettings:
     )
     model: str | None = _data(
         None,
-        "hub id or local save_pretrained folder; for causal-lm also a folder with a config.json alone",
+        "hub id or local save_pretrained folder; for causal-lm also a folder with only a config.json",
         affects=EVERYTHING,
     )
     dataset: str | None = _data(
@@ -105,7 +105,7 @@ class DataSettings:
     )
     sequence_length: int | None = _data(
         None,
-        "causal-lm: tokens in a sequence (default: 128 for sample-lm, else 1024 or what the model takes)",
+        "causal-lm: tokens in a sequence (default: 128 for sample-lm, else 1024 or the model's limit)",
         at_least=2,
         affects=(TIME, MEMORY, LOSS),
     )
@@ -122,7 +122,7 @@ class DataSettings:
     )
     lora_alpha: int | None = _data(
         None,
-        "what adapters give is multiplied by this over --lora-rank (default: twice --lora-rank)",
+        "the adapters' output is multiplied by --lora-alpha over --lora-rank (default: twice --lora-rank)",
         needs=(given("lora_rank"),),
         affects=(LOSS,),
     )

@@ -86,7 +86,7 @@ class MeshSettings:
     )
     pipeline_schedule: str = _mesh(
         ONE_F_ONE_B,
-        "with pp, in which order each rank runs forward and backward of micro-batches, which are --grad-accum-steps "
+        "with pp, the order in which each rank runs forward and backward of the --grad-accum-steps micro-batches "
         "(docs/how-it-works/pipeline_parallel.md)",
         choices=PIPELINE_SCHEDULES,
         needs=(
@@ -101,7 +101,7 @@ class MeshSettings:
     )
     stages_per_rank: int = _mesh(
         1,
-        "with --pipeline-schedule interleaved, and then at least 2: into how many stages a rank's part is cut",
+        "with --pipeline-schedule interleaved, the stages of each rank, at least 2",
         needs=(has_value("pipeline_schedule", INTERLEAVED),),
     )
     pipeline_split: str | None = _mesh(
@@ -112,15 +112,15 @@ class MeshSettings:
     )
     context_parallel: str = _mesh(
         ZIGZAG,
-        "with cp, how attention reaches the tokens of other ranks: keys go around, with tokens in order or so that all "
-        "ranks compute equally much, or tokens are exchanged for heads, or by PyTorch's own ring "
+        "with cp, how attention reaches the tokens of other ranks: a ring with tokens in order, a ring with "
+        "balanced tokens, an exchange of tokens for heads, or PyTorch's ring "
         "(docs/how-it-works/context_parallel.md)",
         choices=CONTEXT_PARALLEL,
         needs=(TOKEN_PARTS,),
     )
     router_scores: str = _mesh(
         SOFTMAX,
-        "with ep, what routers make of logits: their softmax, or the sigmoid of each over the sum of all",
+        "with ep, the routers' scores: softmax of the logits, or the sigmoid of each over the sum of all",
         choices=(SOFTMAX, SIGMOID),
         needs=(EXPERTS,),
         resume=MUST_EQUAL,
@@ -128,16 +128,16 @@ class MeshSettings:
     )
     router_bias: float | None = _mesh(
         None,
-        "with ep, keep the load of experts even by biases that move by so much in a step, instead of by a term of the "
-        "loss (docs/how-it-works/expert_parallel.md; default: as the model has it)",
+        "with ep, balance the load of experts with biases that move by this much per step, instead of with a term "
+        "of the loss (docs/how-it-works/expert_parallel.md; default: as in the model)",
         needs=(EXPERTS,),
         resume=MUST_EQUAL,
         affects=(TIME, TRAFFIC, LOSS),
     )
     plan: str | None = _mesh(
         None,
-        "TOML file: with tp which module is cut how, for models that have no plan here; with pp which modules are in "
-        "each stage (docs/how-it-works/pipeline_parallel.md)",
+        "TOML file: with tp how each module is cut, for models without a built-in plan; with pp the modules of each "
+        "stage (docs/how-it-works/pipeline_parallel.md)",
         needs=(above_one(TENSOR, PIPELINE),),
         excludes=(given("pipeline_split"),),
     )
@@ -198,7 +198,7 @@ class CommunicationSettings:
     )
     outer_link: str | None = _communication(
         None,
-        "with --link and --nodes, give each rank a second link of this rate and latency, for what goes between nodes",
+        "with --link and --nodes, give each rank a second link of this rate and latency, for traffic between nodes",
         normal=lambda rate: None if rate == NONE else canonical(rate),
         metavar="RATE[,LATENCY]",
         needs=(given("link"), given("nodes")),
@@ -208,7 +208,7 @@ class CommunicationSettings:
     )
     nodes: int | None = _communication(
         None,
-        "with --outer-link, on how many nodes the ranks are taken to be, neighbours together",
+        "with --outer-link, the number of simulated nodes; neighbouring ranks share one",
         at_least=2,
         needs=(given("outer_link"),),
         affects=(TIME,),

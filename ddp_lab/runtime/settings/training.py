@@ -73,10 +73,10 @@ class TrainingSettings:
         affects=(TIME, LOSS),
     )
     generate: int | None = _output(
-        None, "at the end, print so many tokens that the language model makes (default: none)", at_least=1
+        None, "at the end, print N tokens that the language model generates (default: none)", at_least=1
     )
     prompt: str | None = _output(
-        None, "the text that --generate goes on with (default: of the held-out data)", needs=(given("generate"),)
+        None, "the text that --generate continues (default: from the held-out data)", needs=(given("generate"),)
     )
     lr: float | None = _run(
         None,
@@ -97,7 +97,7 @@ class TrainingSettings:
     )
     clip_grad_norm: float | None = _run(
         None,
-        "scale gradients down to this norm over the whole model (default: do not)",
+        "scale gradients down to this norm over the whole model (default: off)",
         affects=(TIME, TRAFFIC, LOSS),
     )
     seed: int = _run(
@@ -122,7 +122,7 @@ class CheckpointSettings:
     """When a run is saved, and from where it goes on."""
 
     checkpoint_every: int | None = _checkpoints(
-        None, "save a checkpoint every so many optimizer steps, and after the last (docs/checkpoints.md)", at_least=1
+        None, "save a checkpoint every N optimizer steps, and after the last (docs/checkpoints.md)", at_least=1
     )
     checkpoint_dir: str | None = _checkpoints(
         None,
@@ -132,9 +132,7 @@ class CheckpointSettings:
     checkpoint_async: bool = _checkpoints(
         False, "write checkpoints in the background, from a copy in host memory", needs=(SAVES,)
     )
-    keep_last: int | None = _checkpoints(
-        None, "keep only so many of the newest checkpoints (default: all)", needs=(SAVES,)
-    )
+    keep_last: int | None = _checkpoints(None, "keep only the N newest checkpoints (default: all)", needs=(SAVES,))
     resume: str | None = _checkpoints(
         None,
         "continue from this checkpoint, or from the newest in a folder; without a value, or with latest: from the "
