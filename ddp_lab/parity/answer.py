@@ -1,11 +1,16 @@
-"""The answer in five lines."""
+"""The answer: five lines, and a page with a dot for each quantity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, select_autoescape
 
 from ddp_lab.parity.causes import Cause, cause_of
 from ddp_lab.parity.comparison import FEWER, FILLED, INNER, UNSEEN, Comparison, Quantity
 from ddp_lab.parity.store import PARAMETER
+from ddp_lab.writing import write_text
 
 NOTES = {
     UNSEEN: "not seen in run B: outputs of {} modules (compiled, or replaced)",
@@ -82,3 +87,17 @@ def unseen(made: Comparison) -> list[str]:
     in_parts = [one for one in made.quantities if one.way == "parts"]
     notes = [NOTES[why].format(len(names)) for why, names in made.left_out.items() if names]
     return [*notes, BY_SIZE.format(len(in_parts))] if in_parts else notes
+
+
+def write_page(path: Path, made: Comparison, answer: Answer) -> None:
+    environment = Environment(loader=PackageLoader("ddp_lab.parity", ""), autoescape=select_autoescape(default=True))
+    groups = groupby(made.quantities, key=lambda one: (one.step, one.kind))
+    page = environment.get_template("page.html.j2").render(
+        title=answer.lines[0].removeprefix("compared: ").partition(";")[0],
+        lines=answer.lines,
+        quantities=made.quantities,
+        groups=[list(of_kind) for _, of_kind in groups],
+        named=named,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page)

@@ -70,13 +70,12 @@ def main(arguments: Sequence[str]) -> int:
 def answer_of(a: Path, b: Path, yardstick: Path | None, output: Path, notes: list[str]) -> int:
     """Print the five lines, and write the page. Answers with 1 if the runs differ."""
     from ddp_lab.parity import comparison, store
-    from ddp_lab.parity.answer import Answer
-    from ddp_lab.parity.page import write_page
+    from ddp_lab.parity.answer import Answer, write_page
 
     runs = [store.read(folder) for folder in (a, b)]
     made = comparison.compare(runs[0], runs[1], store.read(yardstick) if yardstick else None)
     answer = Answer.of(made, yardstick is not None, notes)
-    page = write_page(output / "parity.html", made, answer)
+    write_page(page := output / "parity.html", made, answer)
     print("\n".join([*answer.lines, f"page: {page}"]))
     return int(answer.differs)
 
