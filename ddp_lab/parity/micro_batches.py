@@ -1,7 +1,7 @@
 """Which samples a forward pass is of, so that runs that cut a batch differently can be compared sample by sample."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,28 @@ IGNORED = -100
 """Labels of filling, by convention of PyTorch."""
 
 
+class MicroBatch(NamedTuple):
+    """Attributes:
+    keys: A number for each of its samples, by content.
+    tokens: The same, by tokens and their position_ids.
+    has_positions: The model is given position_ids.
+    rows: Of an output with a row for each token of all samples; 0 without tokens.
+    length: In tokens, of a sample; 0 if samples are not of tokens.
+    mask: Which tokens are of no filling, of shape (samples, tokens). None: all.
+    """
+
+    keys: list[int]
+    tokens: list[int]
+    has_positions: bool
+    rows: int
+    length: int
+    mask: Tensor | None
+
+
+NONE = MicroBatch([], [], False, 0, 0, None)
+"""Outside of a forward pass of the model."""
+
+
 class MicroBatches:
     """
     Args:
@@ -21,8 +43,7 @@ class MicroBatches:
     Attributes:
         inside: A forward pass of the whole model runs; always in a pipeline, where it has no one beginning.
         number: Of the current micro-batch in the step, from 0; -1 outside of them.
-        keys: For each micro-batch of the step, a number for each of its samples, by content.
-        tokens: The same, by tokens and their position_ids, if the model is given them (`has_positions`).
+        of_step: Those that have begun.
     """
 
     def __init__(self, in_pipeline: bool, part_of_tokens: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -31,16 +52,12 @@ class MicroBatches:
         self.begin_step()
 
     def begin_step(self) -> None:
-        self.number, self.keys = -1, list[list[int]]()
-        self.tokens, self.has_positions = list[list[int]](), False
-        self._masks, self._rows, self._lengths = list[Tensor | None](), list[int](), list[int]()
-        self._calls: dict[str, int] = {}
+        self.number, self.of_step, self._calls = -1, list[MicroBatch](), dict[str, int]()
 
     def know(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
         """All micro-batches of the step, ahead: a stage of a pipeline does not see them."""
         if self._in_pipeline:
-            for batch in micro_batches:
-                self._add(batch)
+            self.of_step += [self._made_of(batch) for batch in micro_batches]
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A forward pass begins."""
@@ -48,37 +65,38 @@ class MicroBatches:
             return
         self._calls.clear()
         self.number, self.inside = self.number + 1, True
-        self._add({str(number): one for number, one in enumerate(args)} | dict(kwargs))
+        self.of_step.append(self._made_of({str(number): one for number, one in enumerate(args)} | dict(kwargs)))
 
     def end(self) -> None:
         self.inside = self._in_pipeline
 
-    def _add(self, batch: Mapping[str, Any]) -> None:
+    def _made_of(self, batch: Mapping[str, Any]) -> MicroBatch:
         tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor) and one.dim()}
-        mask = tensors.get("attention_mask")
-        first = next(iter(tensors.values()), None)
-        count = 0 if first is None else len(first)
-        self._rows.append(0 if first is None or first.dim() < 2 else count * first.shape[1])
-        has_tokens = first is not None and first.dim() == 2 and not first.is_floating_point()
-        if first is not None and has_tokens:
-            positions = tensors.get("position_ids")
-            self.has_positions = positions is not None and positions.dim() < 3 and positions.shape[-1] == first.shape[1]
-            self.tokens.append(sketch.fingerprints([first], positions if self.has_positions else None).tolist())
-        content = []
+        if not tensors:
+            return NONE
+        first, mask = next(iter(tensors.values())), tensors.get("attention_mask")
+        count, content = len(first), list[Tensor]()
         for name, tensor in tensors.items():
             if name in NOT_CONTENT or len(tensor) != count:
                 continue
             if mask is not None and mask.shape == tensor.shape:
                 tensor = tensor * (mask != 0)
             content.append(tensor.masked_fill(tensor == IGNORED, 0) if not tensor.is_floating_point() else tensor)
-        self.keys.append(sketch.fingerprints(content).tolist() if content else [])
-        if self._part_of_tokens is not None and first is not None and first.dim() > 1:
+        rows = count * first.shape[1] if first.dim() > 1 else 0
+        if self._part_of_tokens is not None and first.dim() > 1:
             whole = torch.ones_like(first, dtype=torch.bool) if mask is None else mask
             mask = self._part_of_tokens(whole.bool())
-            self._rows[-1] = mask.numel()
-        self._lengths.append(self._rows[-1] // count if has_tokens else 0)
-        is_padded = mask is not None and mask.dim() == 2 and not mask.bool().all()
-        self._masks.append(mask.bool() if is_padded else None)  # type: ignore[union-attr]
+            rows = mask.numel()
+        if mask is not None:
+            mask = None if mask.dim() != 2 or mask.bool().all() else mask.bool()
+        keys = sketch.fingerprints(content).tolist() if content else []
+        if first.dim() != 2 or first.is_floating_point():
+            return MicroBatch(keys, [], False, rows, 0, mask)
+        positions = tensors.get("position_ids")
+        if positions is not None and (positions.dim() > 2 or positions.shape[-1] != first.shape[1]):
+            positions = None
+        tokens = sketch.fingerprints([first], positions).tolist()
+        return MicroBatch(keys, tokens, positions is not None, rows, rows // count, mask)
 
     def call(self, name: str) -> int:
         """How often the module has been called before in this micro-batch. In a pipeline it is called once in each, and
@@ -90,36 +108,27 @@ class MicroBatches:
         self.number = before
         return 0
 
-    def are_tokens(self, number: int, rows: int) -> bool:
-        """Whether so many rows are one for each token of all samples, in their order."""
-        return 0 <= number < len(self._rows) and self._rows[number] == rows
-
-    def are_positions(self, number: int, tensor: Tensor) -> bool:
-        """Whether its rows may be one for each token of a sample, without a dimension of samples."""
-        return 0 <= number < len(self._lengths) and tensor.dim() == 2 and len(tensor) == self._lengths[number]
-
-    def mask(self, number: int) -> Tensor | None:
-        return self._masks[number] if 0 <= number < len(self._masks) else None
+    def at(self, number: int) -> MicroBatch:
+        return self.of_step[number] if 0 <= number < len(self.of_step) else NONE
 
 
-def rows_of(tensor: Tensor, batches: MicroBatches, number: int) -> tuple[Tensor, list[int], list[int]]:
+def rows_of(tensor: Tensor, batch: MicroBatch) -> tuple[Tensor, list[int], list[int]]:
     """An output as rows, one for each sample, their keys, and how many elements of each are of no filling. One row if
     it is not of samples.
 
     Samples are along dimension 0, or 1 if that does not fit; tokens of all samples may be in one dimension.
     """
-    keys = batches.keys[number] if 0 <= number < len(batches.keys) else []
-    count, mask = len(keys), batches.mask(number)
+    count, mask = len(batch.keys), batch.mask
     if count and tensor.numel() and tensor.dim():
-        is_second = tensor.dim() > 1 and tensor.shape[1] == count and not batches.are_tokens(number, tensor.shape[0])
-        are_positions = batches.are_positions(number, tensor)
+        is_second = tensor.dim() > 1 and tensor.shape[1] == count and batch.rows != tensor.shape[0]
+        are_positions = tensor.dim() == 2 and len(tensor) == batch.length  # of a sample, without one for samples
         if (tensor.shape[0] == count and not are_positions) or is_second:
             rows = tensor.transpose(0, 1) if tensor.shape[0] != count or are_positions else tensor
             filled = [tensor.numel() // count] * count
             if mask is not None and rows.dim() > 1 and rows.shape[1] == mask.shape[1]:
                 rows = rows * mask.view(*mask.shape, *[1] * (rows.dim() - 2)).to(rows.dtype)
                 filled = [tokens * filled[0] // mask.shape[1] for tokens in mask.sum(1).tolist()]
-            return rows.reshape(count, -1), keys, filled
+            return rows.reshape(count, -1), batch.keys, filled
         if tensor.shape[0] % count == 0 and not are_positions:
-            return tensor.reshape(count, -1), keys, [tensor.numel() // count] * count
+            return tensor.reshape(count, -1), batch.keys, [tensor.numel() // count] * count
     return tensor.reshape(1, -1), [store.WHOLE], [tensor.numel()]

@@ -107,9 +107,9 @@ class Recorder:
             | self.known
             | {
                 "ranks": self._ranks,
-                "keys": self._micro_batches.keys,
-                "tokens": self._micro_batches.tokens,
-                "has_positions": self._micro_batches.has_positions,
+                "keys": [batch.keys for batch in self._micro_batches.of_step],
+                "tokens": [batch.tokens for batch in self._micro_batches.of_step],
+                "has_positions": self._micro_batches.at(0).has_positions,
                 "in_training": sorted(subject.plain(n) for n, m in self._module.named_modules() if m.training),
                 "ties": subject.ties(self._module),
                 "hooked": subject.hooked(self._of),
@@ -221,7 +221,7 @@ class Recorder:
 
         def add(gradient: Tensor) -> None:
             each = gradient.detach() if by is None else gradient.detach() * by
-            rows, keys, _ = rows_of(each, self._micro_batches, number)
+            rows, keys, _ = rows_of(each, self._micro_batches.at(number))
             if rows.shape[1] % size == 0:  # else of one sample, with as many features as there are samples
                 shares = rows.double().view(len(rows), -1, size).sum(1)
                 self._add(sketch.of_rows(shares), keys, store.SHARE, f"{name}.{of}", 0, [size] * len(keys), "float64")
@@ -232,7 +232,7 @@ class Recorder:
         local = subject.local(tensor)
         if name == self.whole:
             self._tensors.setdefault(kind, []).append(local.cpu().clone())
-        rows, keys, elements = rows_of(local, self._micro_batches, number)
+        rows, keys, elements = rows_of(local, self._micro_batches.at(number))
         now, self._micro_batches.number = self._micro_batches.number, number
         self._add(sketch.of_rows(rows), keys, kind, name, call, elements, str(local.dtype)[6:])
         self._micro_batches.number = now

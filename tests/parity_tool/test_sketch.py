@@ -62,9 +62,9 @@ def test_rows_are_those_of_samples(shape):
     batches = MicroBatches(in_pipeline=False)
     batches.begin([torch.arange(128).view(8, 16)], {})
     tensor = torch.arange(prod(shape)).view(shape).float()
-    rows, keys, _ = rows_of(tensor, batches, 0)
+    rows, keys, _ = rows_of(tensor, batches.at(0))
     by_sample = tensor.transpose(0, 1) if shape[0] == 16 else tensor
-    assert keys == batches.keys[0] and torch.equal(rows, by_sample.reshape(8, -1))
+    assert keys == batches.at(0).keys and torch.equal(rows, by_sample.reshape(8, -1))
 
 
 @pytest.mark.parametrize("length", [8, 16])
@@ -72,7 +72,7 @@ def test_rows_of_positions_are_no_samples(length):
     """8 samples, and a row for each position, as an embedding of positions in one dimension gives them."""
     batches = MicroBatches(in_pipeline=False)
     batches.begin([torch.arange(8 * length).view(8, length)], {})
-    rows, keys, _ = rows_of(torch.ones(length, 5), batches, 0)
+    rows, keys, _ = rows_of(torch.ones(length, 5), batches.at(0))
     assert keys == [WHOLE] and rows.shape == (1, 5 * length)
 
 
@@ -83,7 +83,7 @@ def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask):
     for rank in (0, 1):
         batches = MicroBatches(False, lambda whole, rank=rank: layout.part(functional.pad(whole, (0, 1)), rank))  # type: ignore[misc]
         batches.begin((), {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([mask, [1, 1, 1]])})
-        rows, _, elements = rows_of(torch.ones(2, 2, 5), batches, 0)
+        rows, _, elements = rows_of(torch.ones(2, 2, 5), batches.at(0))
         assert rows.sum(1).tolist() == elements
         counted.append(elements)
     assert torch.tensor(counted).sum(0).tolist() == [5 * sum(mask), 15]
