@@ -66,18 +66,17 @@ def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comp
     """Raises:
     UserError: the runs have no step in common.
     """
-    steps = [step for step in a.steps if step in b.steps]
-    if not steps:
+    if not set(a.steps) & set(b.steps):
         raise UserError(f"{a.folder} and {b.folder} have no step in common")
-    made = _compared_in(a, matched(a, b), steps)
-    rounded = _compared_in(a, yardstick, steps).quantities if yardstick is not None else []
+    made = _without_limits(a, matched(a, b))
+    rounded = _without_limits(a, yardstick).quantities if yardstick is not None else []
     errors = {(one.step, one.kind, one.name, one.call): one.worst for one in rounded}
     coarsest = max(
         (d for one in made.quantities for d in one.dtypes if d in EPSILON), key=EPSILON.__getitem__, default="float32"
     )
     for one in made.quantities:
         one.limit = limit_of(one, errors, coarsest)
-    for step in steps:
+    for step in made.steps:
         forgive_small(made.of(step, GRADIENT), made.of(step, PARAMETER))
         inner = _inner(made.of(step, OUTPUT))
         made.left_out[INNER] |= {name for name, _ in inner}
@@ -102,10 +101,9 @@ def _inner(outputs: list[Quantity]) -> set[tuple[str, int]]:
     return inner
 
 
-def _compared_in(a: Recorded, b: Recorded, steps: list[int]) -> Comparison:
-    """Without limits."""
+def _without_limits(a: Recorded, b: Recorded) -> Comparison:
     made = Comparison(a, b)
-    for step in [step for step in steps if step in b.facts]:
+    for step in made.steps:
         in_a, in_b = a.table(step), b.table(step)
         here = [place for place in in_a.places if place in in_b.places and place.kind in KINDS]
         found = [one for place in here if (one := _compared(step, place, in_a, in_b, made.left_out)) is not None]
