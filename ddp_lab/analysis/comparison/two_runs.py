@@ -1,7 +1,7 @@
 """Reports on runs of one choice: what changed from a baseline to later runs."""
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.runtime.errors import UserError
 
 SUFFIX = ".run.json"
+SIDES = ("baseline", "run")
 DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}
 ALWAYS_SHOWN = ("step time", "throughput", "collectives", "payload", "peak memory")
 
@@ -42,37 +43,51 @@ def report_on_two_runs(
     Raises:
         UserError: a run is missing or cannot be read, or the two cannot be compared.
     """
-    paths = both_paths(trace_dir, baseline, run)
-    sides = {
-        side: {path: read_record(path) for path in given}
-        for side, given in zip(("baseline", "run"), paths, strict=True)
-    }
-    records = {path: record for side in sides.values() for path, record in side.items()}
+    completed = completed_runs(trace_dir)
+    sides = both_sides(trace_dir, completed, baseline, run)
+    records = {path: read_record(path) for side in sides for path in side}
     first_path, first = next(iter(records.items()))
     for path, record in records.items():
         if record["choice"] != first["choice"]:
             raise UserError(
-                f"{first_path} is of {first['choice']}, but {path} of {record['choice']}; to compare choices, give ddp "
-                "or sharding instead of a folder"
+                f"{first_path} is of {first['choice']}, but {path} of {record['choice']}; to compare strategies, give "
+                "ddp or sharding instead of a folder"
             )
-    named = {f"{side} {one['run_id']}": one for side, given in sides.items() for one in given.values()}
-    differences = require_comparable(named, allowed)
-    earlier = equal_runs(trace_dir, first, records)
-    runs = {side: [load(path) for path in given] for side, given in sides.items()}
-    table, path = changes(runs["baseline"], runs["run"], earlier), folder / "changes.csv"
+    names = {
+        path: f"{name} {records[path]['run_id']}" for name, side in zip(SIDES, sides, strict=True) for path in side
+    }
+    differences = require_comparable({names[path]: record for path, record in records.items()}, allowed)
+    earlier = [
+        record
+        for path, record in completed.items()
+        if path not in records and not settings_apart({"": first, path.name: record})
+    ]
+    runs = {path: load(path, record) for path, record in records.items()}
+    old, new = ([runs[path] for path in side] for side in sides)
+    table, path = changes(old, new, earlier), folder / "changes.csv"
     write_csv(path, table)
     console = Console()
     print_changes(table, console)
     lines = [
         banner(differences, "run"),
         *(line for record in records.values() for line in labels(record)),
-        *audit_lines({name: each.traced.failed_checks for name, side in runs.items() for each in side if each.traced}),
+        *audit_lines({names[path]: loaded.traced.failed_checks for path, loaded in runs.items() if loaded.traced}),
         say("changes", table.iloc[0], [*table[2:].itertuples()]),  # throughput says the same as step time
-        how_sure(table, [len(side) for side in runs.values()], len(earlier)),
+        how_sure(table, [len(old), len(new)], len(earlier)),
     ]
     for line in filter(None, dict.fromkeys(lines)):
         console.print(line, markup=False, highlight=False)
     return table, path
+
+
+def completed_runs(trace_dir: Path) -> dict[Path, dict[str, Any]]:
+    """Records of the completed runs in a folder, the earliest first.
+
+    Raises:
+        UserError: a record cannot be read.
+    """
+    records = {path: read_record(path, failed_too=True) for path in sorted(trace_dir.glob(f"*{SUFFIX}"))}
+    return {path: record for path, record in records.items() if not failure_of(record)}
 
 
 def record_path(trace_dir: Path, run: str) -> Path:
@@ -83,12 +98,12 @@ def record_path(trace_dir: Path, run: str) -> Path:
     """
     path = Path(run) if run.endswith(SUFFIX) else trace_dir / f"{run}{SUFFIX}"
     if not path.is_file():
-        there = ", ".join(other.name.removesuffix(SUFFIX) for other in records_in(trace_dir)) or "none"
+        there = ", ".join(sorted(other.name.removesuffix(SUFFIX) for other in trace_dir.glob(f"*{SUFFIX}"))) or "none"
         raise UserError(f"{path}: no such run record; runs in {trace_dir}: {there}")
     return path
 
 
-def both_paths(trace_dir: Path, *sides: Sequence[str]) -> list[list[Path]]:
+def both_sides(trace_dir: Path, completed: Iterable[Path], *sides: Sequence[str]) -> list[list[Path]]:
     """The records of both sides, the earlier first. Where none is given, it is the latest other completed run.
 
     Raises:
@@ -96,8 +111,7 @@ def both_paths(trace_dir: Path, *sides: Sequence[str]) -> list[list[Path]]:
     """
     given = [[record_path(trace_dir, run) for run in side] for side in sides]
     names = [path.name for side in given for path in side]
-    others = [path for path in records_in(trace_dir) if path.name not in names]
-    others = [path for path in others if not failure_of(read_record(path, failed_too=True))] if [] in given else []
+    others = [path for path in completed if path.name not in names]
     if len(others) < (missing := given.count([])):
         besides = " besides the one given" if names else ""
         raise UserError(
@@ -108,16 +122,6 @@ def both_paths(trace_dir: Path, *sides: Sequence[str]) -> list[list[Path]]:
     return [side or [next(latest)] for side in given]
 
 
-def equal_runs(trace_dir: Path, record: dict[str, Any], besides: Collection[Path]) -> list[dict[str, Any]]:
-    """Records of other completed runs in the folder with the same settings."""
-    equal = []
-    for path in records_in(trace_dir):
-        other = read_record(path, failed_too=True) if path not in besides else None
-        if other and not failure_of(other) and not settings_apart({"": record, path.name: other}):
-            equal.append(other)
-    return equal
-
-
 def how_sure(table: pd.DataFrame, runs: Sequence[int], earlier: int) -> str:
     """What the interval of step times rests on, and what would make it narrower."""
     time = table.iloc[0]
@@ -126,17 +130,12 @@ def how_sure(table: pd.DataFrame, runs: Sequence[int], earlier: int) -> str:
     return say("how_sure", runs, earlier, EXPECTED_SPREAD)
 
 
-def records_in(trace_dir: Path) -> list[Path]:
-    return sorted(trace_dir.glob(f"*{SUFFIX}"))
-
-
-def load(path: Path) -> Run:
-    """A run's record, and what comparisons need of its last profile window if it has one.
+def load(path: Path, record: dict[str, Any]) -> Run:
+    """A run with its record, and what comparisons need of its last profile window if it has one.
 
     Raises:
-        UserError: the record or a trace cannot be read.
+        UserError: a trace cannot be read.
     """
-    record = read_record(path)
     if not leaves_traces(record):
         return Run(record, None)
     analysis = analyse_window(last_window(path.parent, record["run_id"]))
