@@ -31,12 +31,12 @@ def main(arguments: Sequence[str]) -> int:
     options, more = parser.parse_known_args(arguments)
     if more:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        several = f"{more[0]}: takes one folder (its latest two runs); for several choices: ddp-lab compare sharding"
+        several = f"{more[0]}: takes one folder (its latest two runs); for several strategies: ddp-lab compare sharding"
         parser.error(unknown_name("argument", more[0], flags) if more[0].startswith("-") else several)
     if options.what in FAMILIES:
         for flag in ("baseline", "run", "fail_above"):
             if getattr(options, flag) is not None:
-                parser.error(f"--{flag.replace('_', '-')} is for two runs of one choice; give its folder, not a family")
+                parser.error(f"--{flag.replace('_', '-')} is for two runs of one strategy; give its folder, not a family")
         compare = of_family
     else:
         compare = of_choice

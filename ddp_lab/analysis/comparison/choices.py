@@ -73,7 +73,7 @@ def report_on_choices(
         if record is not None
     }
     if not records:
-        raise UserError("no run record of any choice to compare; train first")
+        raise UserError("no run record of any strategy to compare; train first")
     records, others = with_one_link(records)
     print(others + "\n" * bool(others), end="", flush=True)
     allowed = set(allowed)
