@@ -23,7 +23,9 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> argparse.
     description = "Turn the per-rank traces of one run into summary.html and summary.csv."
     parser = argparse.ArgumentParser(prog, usage, description, allow_abbrev=False)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace-dir", type=Path, help="folder with the traces of one strategy, e.g. profile/simple_ddp")
+    source.add_argument(
+        "--trace-dir", type=Path, help="folder with the traces of one strategy, e.g. profile/simple_ddp"
+    )
     source.add_argument("--trace-files", type=Path, nargs="+", metavar="FILE", help="trace files, one of each rank")
     parser.add_argument(
         "--select",

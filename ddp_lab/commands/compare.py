@@ -36,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.what in FAMILIES:
         for flag in ("baseline", "run", "fail_above"):
             if getattr(options, flag) is not None:
-                parser.error(f"--{flag.replace('_', '-')} is for two runs of one strategy; give its folder, not a family")
+                parser.error(
+                    f"--{flag.replace('_', '-')} is for two runs of one strategy; give its folder, not a family"
+                )
         compare = of_family
     else:
         compare = of_choice

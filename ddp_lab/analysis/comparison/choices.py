@@ -66,16 +66,16 @@ def report_on_choices(
     Raises:
         UserError: there is nothing to compare, or the runs are not comparable.
     """
-    found = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
+    latest = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
     records = {
         choice: in_passes(record, output_dir / "profile" / choice, (passes or {}).get(choice, {}))
-        for choice, record in found.items()
+        for choice, record in latest.items()
         if record is not None
     }
     if not records:
         raise UserError("no run record of any strategy to compare; train first")
-    records, others = with_one_link(records)
-    print(others + "\n" * bool(others), end="", flush=True)
+    records, left_out = with_one_link(records)
+    print(left_out + "\n" * bool(left_out), end="", flush=True)
     allowed = set(allowed)
     differences = require_comparable(records, allowed | {BACKEND_CLASS})
     if BACKEND_CLASS not in allowed:  # runs over different classes stand in one table, but are not compared
@@ -126,15 +126,15 @@ def later_steps(trace_dir: Path, passes: Mapping[int, dict[str, Any]]) -> dict[i
     Raises:
         UserError: there are no traces.
     """
-    found = {}
+    steps = {}
     for number, record in passes.items():
         if number > 1:
             files = last_window(trace_dir, record["run_id"]).files
             ranks = [read_rank(path, rank, include_last_step=False) for rank, path in files.items()]
             timelines = [rank for rank in ranks if not isinstance(rank, str)]
             if len(timelines) == len(files):
-                found[number] = exposure(timelines, len(files) == record["world_size"], mesh_of(record)).steps
-    return found
+                steps[number] = exposure(timelines, len(files) == record["world_size"], mesh_of(record)).steps
+    return steps
 
 
 def last_window(trace_dir: Path, run_id: str) -> Window:

@@ -56,11 +56,11 @@ def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str
     pairs = [(run, base[n]) for record in records.values() for n, run in passes_of(record).items() if n in base]
     spread = spread_beside(logs).together(expected_of(pairs))
     by_pass: dict[str, pd.Series] = {name: logs.T[name].dropna() for name in records if name != reference}
-    estimates = [estimate(float(each.mean()), (len(each), len(each)), spread) for each in by_pass.values()]
+    estimates = [estimate(float(ratios.mean()), (len(ratios), len(ratios)), spread) for ratios in by_pass.values()]
     standing = {}
-    for (name, each), found, (p_value, sign) in zip(by_pass.items(), estimates, signs(estimates), strict=True):
-        verdict = VERDICTS[sign if (np.sign(each) == sign).all() else 0]
-        standing[name] = Standing(found.ratio(), p_value, verdict, np.exp(each).to_dict())
+    for (name, ratios), mean, (p_value, sign) in zip(by_pass.items(), estimates, signs(estimates), strict=True):
+        verdict = VERDICTS[sign if (np.sign(ratios) == sign).all() else 0]
+        standing[name] = Standing(mean.ratio(), p_value, verdict, np.exp(ratios).to_dict())
     return standing
 
 
@@ -179,7 +179,7 @@ RATIOS = {
 def run_row(record: dict[str, Any]) -> dict[str, Any]:
     """The figures of a run record."""
     times, utilization = all_steps_ms(record), mfu(record)
-    memory = pd.DataFrame([memory_row(record, held["rank"]) for held in record["memory"]])
+    memory = pd.DataFrame([memory_row(record, row["rank"]) for row in record["memory"]])
     return {
         "run_id": record["run_id"],
         "world_size": record["world_size"],

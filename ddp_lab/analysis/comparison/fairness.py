@@ -87,7 +87,7 @@ FIELDS = tuple(name for name in SETTINGS if name not in LINKS)
 
 def differences(records: Mapping[str, dict[str, Any]]) -> list[Difference]:
     """Settings in which `records` (by the name that is shown) differ."""
-    found = []
+    apart = []
     for name, setting in SETTINGS.items():
         values: dict[str, list[str]] = {}
         for owner, record in records.items():
@@ -95,8 +95,8 @@ def differences(records: Mapping[str, dict[str, Any]]) -> list[Difference]:
             if value is not None:
                 values.setdefault(str(value), []).append(owner)
         if len(values) > 1:
-            found.append(Difference(name, values, setting.affects))
-    return found
+            apart.append(Difference(name, values, setting.affects))
+    return apart
 
 
 def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[str] = ()) -> list[Difference]:
@@ -105,16 +105,16 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
     Raises:
         UserError: names each setting that differs, with its values and their runs.
     """
-    found = differences(records)
+    apart = differences(records)
     may_differ = set(allowed) & set(FIELDS)
-    refused = [difference for difference in found if difference.name not in may_differ]
+    refused = [difference for difference in apart if difference.name not in may_differ]
     if refused:
-        flags = [f"--allow-different {found.name}" for found in refused if found.name not in LINKS]
+        flags = [f"--allow-different {difference.name}" for difference in refused if difference.name not in LINKS]
         way_out = f", or give {' '.join(flags)}" if len(flags) == len(refused) else ""
         raise UserError(
             f"these runs cannot be compared: they differ in {', '.join(map(str, refused))}; train them alike{way_out}"
         )
-    return found
+    return apart
 
 
 def with_one_link(records: Mapping[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], str]:
@@ -124,8 +124,8 @@ def with_one_link(records: Mapping[str, dict[str, Any]]) -> tuple[dict[str, dict
     if len(ways) < 2 or ways[0][1] == ways[1][1]:
         return dict(records), ""
     most = [*ways[0][0]]
-    others = [f"{name} (--link {link[0]})" for name, link in links.items() if link != most]
-    line = f"left out, since their links are not those of the other runs (--link {most[0]}): {', '.join(others)}"
+    left_out = [f"{name} (--link {link[0]})" for name, link in links.items() if link != most]
+    line = f"left out, since their links are not those of the other runs (--link {most[0]}): {', '.join(left_out)}"
     return {name: record for name, record in records.items() if links[name] == most}, line
 
 
@@ -143,5 +143,5 @@ def by_class(records: Mapping[str, dict[str, Any]], across: bool = False) -> lis
 
 def affected(differences: Iterable[Difference]) -> list[str]:
     """The figures that cannot be compared."""
-    found = {figure for difference in differences for figure in difference.affects}
-    return [figure for figure in (*EVERYTHING, TRACES) if figure in found]
+    figures = {figure for difference in differences for figure in difference.affects}
+    return [figure for figure in (*EVERYTHING, TRACES) if figure in figures]

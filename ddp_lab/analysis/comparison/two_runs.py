@@ -140,8 +140,8 @@ def load(path: Path, record: dict[str, Any]) -> Run:
         return Run(record, None)
     analysis = analyse_window(last_window(path.parent, record["run_id"]))
     no_figures = f"; so run {record['run_id']} has no figures of traces"
-    for said in [*(problem + no_figures for problem in analysis.problems), *analysis.doubts]:
-        print(f"warning: {said}", file=sys.stderr)
+    for warning in [*(problem + no_figures for problem in analysis.problems), *analysis.doubts]:
+        print(f"warning: {warning}", file=sys.stderr)
     return Run(record, None if analysis.problems else keep(analysis))
 
 

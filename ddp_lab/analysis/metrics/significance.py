@@ -148,10 +148,10 @@ def logs_of(times: pd.Series, base: pd.Series) -> pd.Series:
 def signs(estimates: Sequence[Estimate]) -> list[tuple[float, int]]:
     """For each estimate its p-value, corrected for the number of estimates, and whether it is below 0 (-1), above (1),
     or not known to be either (0)."""
-    corrected = holm([one.p_value for one in estimates])
+    corrected = holm([result.p_value for result in estimates])
     return [
-        (p_value, int(np.sign(one.value)) if p_value <= LEVEL else 0)
-        for one, p_value in zip(estimates, corrected, strict=True)
+        (p_value, int(np.sign(result.value)) if p_value <= LEVEL else 0)
+        for result, p_value in zip(estimates, corrected, strict=True)
     ]
 
 

@@ -51,7 +51,7 @@ def opening(
     timed = ranked.dropna(subset=["step_time_ms_median"])
     end = axis_end(timed["step_time_ms_median"])
     bars = [bar(row, end) for row in timed.to_dict("records")]
-    drawn = {part for each in bars for part, _, _ in each["parts"]}
+    drawn = {part for drawn_bar in bars for part, _, _ in drawn_bar["parts"]}
     html = templates().get_template("opening.html.j2")
     return Markup(
         html.render(

@@ -28,8 +28,8 @@ def representatives(steps: pd.DataFrame, most: int = MOST_RANKS) -> dict[int, st
     Args:
         steps: Columns rank, step_ms, exposed_wait_ms: a row a rank and step.
     """
-    own = (steps["step_ms"] - steps["exposed_wait_ms"].fillna(0)).groupby(steps["rank"]).mean()
-    ranks = own.sort_values(kind="stable").index.tolist()
+    busy = (steps["step_ms"] - steps["exposed_wait_ms"].fillna(0)).groupby(steps["rank"]).mean()
+    ranks = busy.sort_values(kind="stable").index.tolist()
     if len(ranks) <= most:
         return dict.fromkeys(sorted(ranks), "")
     chosen = {ranks[-1]: "slowest", ranks[len(ranks) // 2]: "median", ranks[0]: "fastest"}
@@ -91,15 +91,15 @@ def collectives_table(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int
         kind=exposure.collectives["kind"].where(exposure.collectives["kind"].isin(LABELS), "other")
     )
     for rank in ranks:
-        own = calls[calls["rank"] == rank]
-        for dimension in in_order(mesh or {}, own["dimension"].tolist()):
-            along = own[own["dimension"] == dimension]
+        of_rank = calls[calls["rank"] == rank]
+        for dimension in in_order(mesh or {}, of_rank["dimension"].tolist()):
+            along = of_rank[of_rank["dimension"] == dimension]
             for _, part in along.groupby([along["kind"].map([*LABELS].index), "made_of"]):
                 kind, made_of = part[["kind", "made_of"]].iloc[0]
                 named = [rank, *([dimension or "other groups"] if mesh else []), label(kind, made_of)]
                 payload, sent, ms = (part[name].sum(skipna=False) for name in ("bytes", "sent_bytes", "duration_ms"))
                 figures = [len(part) / steps, payload / steps, sent / steps, round(ms / steps, 3), ms / len(part)]
-                is_all = len(part) == (own["kind"] == kind).sum()  # then it is what summary.csv says of the kind
+                is_all = len(part) == (of_rank["kind"] == kind).sum()  # then it is what summary.csv says of the kind
                 row = [cell("", text, CALLS["kind"]) for text in named]
                 for name, figure in zip(("calls", "bytes", "sent", "ms", "mean"), figures, strict=True):
                     row.append(cell(f"{kind}_{name}_per_step" if is_all else "", figure, CALLS[name]))
