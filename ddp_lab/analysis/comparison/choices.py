@@ -93,7 +93,9 @@ def report_on_choices(
             if analysis.problems:  # means over only some ranks cannot be compared
                 incomplete.append(choice)
             else:
-                traced[choice] = replace(keep(analysis), later=later_steps(trace_dir, passes_of(record)))
+                kept = keep(analysis)
+                later = later_steps(trace_dir, passes_of(record))
+                traced[choice] = replace(kept, steps={**kept.steps, **later})
         except UserError as error:  # the choice's step times can still be used
             print(f"error: {choice}: {error}", file=sys.stderr)
             failed.append(choice)

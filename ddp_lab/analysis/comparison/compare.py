@@ -207,7 +207,7 @@ def traced_row(traced: Traced | None, passes: Sequence[int] = (1,)) -> dict[str,
         return dict.fromkeys(
             [*COLUMNS["parts"], *COLUMNS["shares"], *COLUMNS["traffic"], "audit_failures"], float("nan")
         )
-    steps = pd.concat([traced.passes[number] for number in passes if number in traced.passes] or [traced.steps])
+    steps = pd.concat([traced.steps[number] for number in passes if number in traced.steps] or [traced.steps[1]])
     return {
         "profiled_step_ms": steps["step_ms"].mean(),
         **{column: steps[column].mean() for column in COLUMNS["parts"] if column in steps},

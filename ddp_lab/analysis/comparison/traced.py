@@ -1,7 +1,7 @@
 """What comparisons keep of a run's traces."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -15,24 +15,17 @@ class Traced:
 
     Attributes:
         summary: The table of `summary.csv`.
-        steps: The table of `exposure.csv`.
+        steps: The table of `exposure.csv`, by number of the pass in a sweep.
         audit: The table of `audit.csv`.
         timeline: Of the rank whose lanes are drawn.
         step: The optimizer step that is drawn.
-        later: `steps` of the choice's later passes in a sweep, by number.
     """
 
     summary: pd.DataFrame
-    steps: pd.DataFrame
+    steps: Mapping[int, pd.DataFrame]
     audit: pd.DataFrame
     timeline: RankTimeline
     step: int
-    later: Mapping[int, pd.DataFrame] = field(default_factory=dict)
-
-    @property
-    def passes(self) -> dict[int, pd.DataFrame]:
-        """`steps` by number of the pass."""
-        return {1: self.steps, **self.later}
 
     @property
     def failed_checks(self) -> list[str]:
@@ -49,7 +42,7 @@ def keep(analysis: WindowAnalysis) -> Traced:
     step = middle(durations.mean(axis="columns"))
     rank = middle(durations.T[step])
     timeline = next(timeline for timeline in analysis.timelines if timeline.rank == rank)
-    return Traced(analysis.summary, analysis.exposure.steps, analysis.audit, timeline, step)
+    return Traced(analysis.summary, {1: analysis.exposure.steps}, analysis.audit, timeline, step)
 
 
 def middle(values: pd.Series) -> int:

@@ -26,7 +26,7 @@ def traced(ms, calls, exposed=0.2):
     sums = {"collective_calls_per_step": calls, "collective_bytes_per_step": 100 * calls}
     kinds |= sums | {"collective_sent_bytes_per_step": 100 * calls}
     table = pd.DataFrame([kinds, kinds]).reindex(columns=[*ZEROS, *kinds]).fillna(dict.fromkeys(ZEROS, 0.0))
-    return Traced(table, steps, pd.DataFrame(columns=["result", "subject"]), None, 0)  # type: ignore[arg-type]
+    return Traced(table, {1: steps}, pd.DataFrame(columns=["result", "subject"]), None, 0)  # type: ignore[arg-type]
 
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce", "send_recv", "other")
