@@ -16,32 +16,29 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 import numpy as np
 import pandas as pd
 
+from benchmarks.rounds import print_table, table_parser
 from ddp_lab.analysis.comparison.changes import Run, step_times
 from ddp_lab.analysis.comparison.timing import timed_steps_ms, without_core
 from ddp_lab.analysis.metrics.significance import LEVEL
 from ddp_lab.analysis.record import read_record
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error
+from ddp_lab.runtime.cli import ROOT, at_least, exit_with_error
 
 GROUP = 3
 """Runs a side, beside single ones."""
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = table_parser("aa", __doc__)
     parser.add_argument("--choice", default="zero3", help="the strategy (default: zero3)")
     parser.add_argument("--ranks", type=at_least(1), default=2, help="of each run (default: 2)")
     parser.add_argument(
         "--runs", type=at_least(2 * GROUP), default=10, help="how many (default: 10, which are 45 pairs)"
     )
     parser.add_argument("--slower", type=at_least(0, float), default=8, metavar="PERCENT", help="planted (default: 8)")
-    add_csv(parser)
     return parser.parse_known_args(arguments)
 
 
@@ -76,8 +73,8 @@ def verdicts(records: Sequence[dict[str, Any]], runs: int, percent: float) -> pd
     return pd.Series(found)
 
 
-def main() -> int:
-    options, flags = parse()
+def main(arguments: Sequence[str]) -> int:
+    options, flags = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="ddp-lab-") as folder:
         records = train(options, flags, Path(folder))
     medians = pd.Series([timed_steps_ms(record).median() for record in records])
@@ -92,12 +89,5 @@ def main() -> int:
             right = found == (1 if percent else 0)
             rows.append((f"{runs} against {runs}", percent, len(found), int(right.sum()), 100 * right.mean()))
     table = pd.DataFrame(rows, columns=["runs", "planted_pct", "comparisons", "right", "right_pct"])
-    print(table.round(1).to_string(index=False))
-    if options.csv:
-        table.to_csv(options.csv, index=False)
-        print(f"table: {options.csv}")
+    print_table(table.round(1), options.csv)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,28 +1,19 @@
 """The bubble of each schedule of a pipeline, from traces of real steps, against what its list says on paper.
 
-    torchrun --standalone --nproc_per_node=4 benchmarks/bubble.py --link 10gbit,50us --csv FILE
+    ddp-lab bench bubble --ranks 4 --link 10gbit,50us --csv FILE
 
 Ranks that share cores would slow each other down. So a stage does not compute but pauses, as long in forward as for
 gradients of inputs and for those of weights: a stand-in for a device of its own. Messages go over `--link`. With
 `--pass-ms 0`, stages multiply matrices; then there must be a core for each rank.
 """
 
-import argparse
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from ddp_lab.runtime.process.environment import prepare_process
-
-if __name__ == "__main__":
-    prepare_process()
 
 import pandas as pd
 import torch
@@ -31,11 +22,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import ddp_lab
-from benchmarks.rounds import run_program
+from benchmarks.rounds import run_program, table_parser
 from ddp_lab.analysis.metrics.pipeline import pipeline_steps, pipelines
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.analysis.traces.timeline import build_timeline
-from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least
+from ddp_lab.runtime.cli import at_least
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.flags import add_flags
@@ -133,16 +124,15 @@ def read(folder: Path, ranks: int) -> tuple[float, float]:
     return float(bubble), float(step_ms)
 
 
-def main() -> int:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = table_parser("bubble", __doc__)
     parser.add_argument("--micro-batches", type=at_least(1), default=8)
     parser.add_argument("--pass-ms", type=at_least(0, float), default=30.0, help="of forward on a rank (default: 30)")
     parser.add_argument(
         "--slow", type=at_least(1, float), default=1.0, help="how slow the second stage is (default: 1)"
     )
     add_flags(parser, ("link",))
-    add_csv(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     def measure(config: RunConfig, _: Ranks) -> pd.DataFrame:
         with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +142,3 @@ def main() -> int:
         return pd.DataFrame(rows).assign(link=config.link)
 
     return run_program(measure, options.csv, link=options.link, device="cpu")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Time, bandwidth and correctness of collectives over message size, by nccl-tests' definitions.
 
-    torchrun --standalone --nproc_per_node=2 benchmarks/collectives.py --collectives all_reduce --sizes 4K,1M,64M
+    ddp-lab bench collectives --ranks 2 --collectives all_reduce --sizes 4K,1M,64M
 
 Any number of ranks and nodes, over Gloo or NCCL. Every call begins at a barrier and lasts until its slowest rank is
 done; on a GPU, until the device is. After the warm-up each size is checked once, element by element. After every size,
@@ -12,22 +12,12 @@ adding. A rank's pattern repeats after a prime number of elements, so that a par
 
 import argparse
 import itertools
-import os
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from ddp_lab.runtime.process.environment import prepare_process
-
-if __name__ == "__main__":
-    prepare_process()
 
 import numpy as np
 import pandas as pd
@@ -35,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.rounds import run_program
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.collectives.kinds import bus_factor
 from ddp_lab.runtime.cli import OneLineParser, at_least, names_of
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks, joined_ranks
-from ddp_lab.runtime.errors import OneRankError, UserError, speaks_for_node
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.link.speed import Link
-from ddp_lab.runtime.process.environment import silence_libraries
 from ddp_lab.strategy.communication.collectives import all_gather, reduce_scatter
 
 CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -91,9 +81,8 @@ SHOWN |= {"busbw_gb_per_s": "15.3f", "wrong": "7"}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser("ddp-lab bench collectives", description=__doc__, formatter_class=raw, allow_abbrev=False)
     add, names, types = parser.add_argument, ",".join(CALLS), ", ".join(DTYPES)
     add("--collectives", type=names_of("collective", list(CALLS)), default=names, help=f"comma-separated, of {names}")
     usual = "1K,4K,16K,64K,256K,1M,4M,16M,64M"
@@ -240,22 +229,13 @@ def seconds_of(call: Call, calls: int, in_a_row: int, ranks: Ranks, control: Any
     return times.tolist()
 
 
-def main() -> int:
-    options = build_parser().parse_args()
-    silence_libraries()
-    try:
-        with joined_ranks(RunConfig(**{name: getattr(options, name) for name in AS_THE_RUNNERS})) as ranks:
-            measure_all(options, ranks)
-    except UserError as error:
-        if speaks_for_node():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        os._exit(130)  # other ranks may be gone, and leaving the group would wait for them
-    return 0
+def main(arguments: Sequence[str]) -> int:
+    options = build_parser().parse_args(arguments)
+    settings = {name: getattr(options, name) for name in AS_THE_RUNNERS}
+    return run_program(partial(measure_all, options), None, **settings)
 
 
-def measure_all(options: argparse.Namespace, ranks: Ranks) -> None:
+def measure_all(options: argparse.Namespace, _: RunConfig, ranks: Ranks) -> None:
     """Measure what the command line names; on rank 0, print it and write it. Collective.
 
     Raises:
@@ -283,7 +263,3 @@ def measure_all(options: argparse.Namespace, ranks: Ranks) -> None:
                 write_csv(path, pd.DataFrame(rows, columns=list(COLUMNS)))
     if ranks.is_main:
         print(f"\ntable: {path}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,13 @@
 """Percent of ideal of attention over tokens that are cut over ranks, forward and backward.
 
-    torchrun --standalone --nproc_per_node=2 benchmarks/context.py --csv FILE
+    ddp-lab bench context --ranks 2 --csv FILE
 
 Ideal is a rank's attention over the whole sequence, divided by the ranks. All ranks compute the whole at once, so that
 they share caches, memory and, where there are more ranks than cores, cores, as they do when the sequence is cut.
 """
 
-import argparse
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from ddp_lab.runtime.process.environment import prepare_process
-
-if __name__ == "__main__":
-    prepare_process()
 
 import pandas as pd
 import torch
@@ -26,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.rounds import Steps, quartiles, run_program, time_rounds
+from benchmarks.rounds import Steps, quartiles, run_program, table_parser, time_rounds
 from context_parallel.attention import Context
 from context_parallel.ulysses import require_heads
-from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least
+from ddp_lab.runtime.cli import at_least
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
@@ -79,20 +68,15 @@ def measured(heads: int, tokens: int, rounds: int, ranks: Ranks) -> pd.DataFrame
     return table.assign(heads=heads, tokens=tokens, rounds=rounds).rename_axis("way").reset_index()
 
 
-def main() -> int:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = table_parser("context", __doc__)
     parser.add_argument("--tokens", type=at_least(1), default=4096, help="of the whole sequence (default: 4096)")
     parser.add_argument("--heads", type=at_least(1), default=4, help=f"of {FEATURES} features each (default: 4)")
     parser.add_argument("--rounds", type=at_least(1), default=15, help="in which all run in turn (default: 15)")
     add_flags(parser, ("device",))
-    add_csv(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     def measure(_: RunConfig, ranks: Ranks) -> pd.DataFrame:
         return measured(options.heads, options.tokens, options.rounds, ranks)
 
     return run_program(measure, options.csv, device=options.device)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

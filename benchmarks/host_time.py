@@ -1,6 +1,6 @@
 """What the host does in a step: time of the training thread, and operators that it issues.
 
-    torchrun --standalone --nproc_per_node=1 benchmarks/host_time.py --choices bucket_ddp_async,zero1 \\
+    ddp-lab bench host_time --ranks 1 --choices bucket_ddp_async,zero1 \\
         --against pytorch_ddp --rounds 40 --csv FILE
 
 Where a GPU is faster than the thread that feeds it, a step takes as long as the host does. Here the model is so small
@@ -12,20 +12,10 @@ counts once, as one of FSDP2's own does. A GPU needs some 5 to 10 us to launch e
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from ddp_lab.runtime.process.environment import prepare_process
-
-if __name__ == "__main__":
-    prepare_process()
 
 import pandas as pd
 from torch import Tensor, nn
@@ -72,8 +62,8 @@ class CountLaunches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    options = choices_parser(__doc__, 1, 40).parse_args(arguments)
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    options = choices_parser("host_time", __doc__, 1, 40).parse_args(arguments)
     wanted = [options.against, *options.choices.split(","), *ALONE]
     options.variants = {text: parse_variant(text) for text in wanted}
     return options
@@ -98,10 +88,6 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.
     return table.join(quartiles(times.div(times[options.against], axis="index"), "ratio"))
 
 
-def main() -> int:
-    options = parse()
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
     return run_program(partial(measure, options), options.csv, device="cpu", grad_accum_steps=1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,7 @@
 """Plans steps that others have measured, and prints how far off they are: ddp-lab bench planner --table FILE."""
 
 import shlex
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -84,12 +83,12 @@ def checked(name: str, row: Measured) -> tuple[str, float | None]:
     return f"{name:8} {model:20} {devices:22} {case.name:22} {rates} {off:+8.1%}", off
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = OneLineParser("ddp-lab bench planner", description=__doc__, allow_abbrev=False)
     table = "TOML file of measured steps (default: ddp_lab/planner/published.toml)"
     parser.add_argument("--table", type=Path, default=PUBLISHED, metavar="FILE", help=table)
     parser.add_argument("--rows", metavar="NAMES", help="only these rows of it, with commas between (default: all)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         rows = read(options.table)
     except UserError as error:
@@ -112,7 +111,3 @@ def main() -> int:
         print(f"\n{mean} ({close / len(errors):.0%}) within {CLOSE:.0%}.")
         print(f"Worst: {worst}, {errors[worst]:+.1%}{f': {why}' if why else ''}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

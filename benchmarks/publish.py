@@ -25,24 +25,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from ddp_lab.runtime.cli import OneLineParser, names_of
+from ddp_lab.runtime.cli import ROOT, OneLineParser, names_of
 from ddp_lab.runtime.errors import UserError
 
 BLOCK = re.compile(r"(^<!-- results:([\w-]+) -->\n)(.*?)(^<!-- /results -->)", re.DOTALL | re.MULTILINE)
 Data = dict[str, dict[str, Any]]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     sections: dict[str, Any] = tomllib.loads((ROOT / "benchmarks" / "publish.toml").read_text())
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(sections)
     parser.add_argument("--only", type=names_of("section", list(sections)), default=list(sections), help=f"of {names}")
     parser.add_argument("--render", action="store_true", help="measure nothing; fill the blocks of documents")
     parser.add_argument("--check", action="store_true", help="write nothing; name what is out of step")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     path = ROOT / "docs" / "results.json"
     data: Data = json.loads(path.read_text())
     git = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]  # before data are written

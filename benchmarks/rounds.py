@@ -1,8 +1,11 @@
 """A program that measures on all ranks, and rounds in which all its choices run in turn."""
 
+import argparse
+import os
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.cli import exit_with_error
+from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks, joined_ranks
 from ddp_lab.runtime.errors import UserError
@@ -24,8 +27,35 @@ Steps = Callable[[int], None]
 """Runs so many optimizer steps, to the end of all their communication."""
 
 
-def run_program(measure: Callable[[RunConfig, Ranks], pd.DataFrame], csv: Path | None, **settings: Any) -> int:
-    """Measure on ranks with these fields of `RunConfig`; rank 0 prints the table, bytes in MiB, and writes it.
+def table_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of a program that prints a table, with a flag for a file of it, whose folder is made."""
+
+    def new_file(text: str) -> Path:
+        path = Path(text)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise argparse.ArgumentTypeError(f"{text}: cannot write to its folder; give another")
+        return path
+
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(f"ddp-lab bench {name}", description=description, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("--csv", type=new_file, metavar="FILE", help="also write the table here")
+    return parser
+
+
+def print_table(table: pd.DataFrame, csv: Path | None) -> None:
+    """Print the columns that have a value, bytes in MiB, and write all of them."""
+    shown = table.dropna(axis="columns", how="all").rename(columns=lambda name: name.replace("_bytes", ", MiB"))
+    mib = shown.filter(like=", MiB").astype(float) / 2**20
+    print(shown.assign(**mib).round(3).to_string(index=False))
+    if csv:
+        table.to_csv(csv, index=False)
+        print(f"table: {csv}")
+
+
+def run_program(measure: Callable[[RunConfig, Ranks], pd.DataFrame | None], csv: Path | None, **settings: Any) -> int:
+    """Measure on ranks with these fields of `RunConfig`; rank 0 prints the table and its notes, and writes it.
 
     Returns:
         The exit code.
@@ -34,16 +64,14 @@ def run_program(measure: Callable[[RunConfig, Ranks], pd.DataFrame], csv: Path |
     try:
         with joined_ranks(config := RunConfig(**settings)) as ranks:
             table = measure(config, ranks)
-            if ranks.is_main:
-                shown = table.dropna(axis="columns", how="all")
-                shown = shown.rename(columns=lambda name: name.replace("_bytes", ", MiB"))
-                mib = shown.filter(like=", MiB").astype(float) / 2**20
-                print(*table.attrs.get("notes", ()), shown.assign(**mib).round(3).to_string(index=False), sep="\n")
-                if csv:
-                    table.to_csv(csv, index=False)
-                    print(f"table: {csv}")
+            if ranks.is_main and table is not None:
+                for note in table.attrs.get("notes", ()):
+                    print(note)
+                print_table(table, csv)
     except (UserError, OSError) as error:
         exit_with_error(str(error))
+    except KeyboardInterrupt:
+        os._exit(130)  # other ranks may be gone, and leaving the group would wait for them
     return 0
 
 

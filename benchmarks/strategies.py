@@ -1,6 +1,6 @@
 """Step times and memory of strategies, in alternation inside one process group.
 
-    torchrun --standalone --nproc_per_node=2 benchmarks/strategies.py --choices bucket_ddp_async,simple_ddp \\
+    ddp-lab bench strategies --ranks 2 --choices bucket_ddp_async,simple_ddp \\
         --against pytorch_ddp --workload sample --rounds 20 --csv FILE
 
 Machines drift: the same command can take twice as long a minute later. So each round runs three optimizer steps of
@@ -16,27 +16,17 @@ settings: `pytorch_ddp:bucket_cap_mb=1`.
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from ddp_lab.runtime.process.environment import prepare_process
-
-if __name__ == "__main__":
-    prepare_process()
 
 import pandas as pd
 
-from benchmarks.rounds import quartiles, run_program, time_rounds
+from benchmarks.rounds import quartiles, run_program, table_parser, time_rounds
 from benchmarks.runners import LOCAL, NAMES, PLAIN, RUNTIME, SETTINGS, make_runner, measure_memory, parse_variant
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.cli import OneLineParser, add_csv, at_least, exit_with_error, unknown_name
+from ddp_lab.runtime.cli import at_least, exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks, meshed
 from ddp_lab.runtime.flags import add_flags
@@ -52,19 +42,18 @@ ALONE = (LOCAL, RUNTIME)
 """What is measured beside all choices, but for pipelines."""
 
 
-def choices_parser(description: str | None, least_rounds: int, rounds: int) -> argparse.ArgumentParser:
+def choices_parser(name: str, description: str | None, least_rounds: int, rounds: int) -> argparse.ArgumentParser:
     """Flags of a program that runs choices in turn."""
-    parser = OneLineParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = table_parser(name, description)
     carried = f"each may carry settings ({', '.join(SETTINGS)}), as in bucket_ddp_async:bucket_cap_mb=25:compile=on"
     parser.add_argument("--choices", required=True, help=f"comma-separated; of {', '.join(NAMES)}; {carried}")
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
     parser.add_argument("--rounds", type=at_least(least_rounds), default=rounds, help="timed rounds of three steps")
-    add_csv(parser)
     return parser
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = choices_parser(__doc__, 0, 20)
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = choices_parser("strategies", __doc__, 0, 20)
     parser.add_argument("--workload", default="sample", help=f"one of {', '.join(WORKLOADS)}")
     add_flags(parser, AS_THE_RUNNERS, grad_accum_steps=1, depth=40, width=4096)
     options = parser.parse_args(arguments)
@@ -86,8 +75,8 @@ def computes_alike(variant: Mapping[str, Any], alone: Mapping[str, Any]) -> bool
     return all(variant.get(name, plain[name]) == alone.get(name, plain[name]) for name in names)
 
 
-def main() -> int:
-    options = parse()
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
     settings = {name: getattr(options, name) for name in ("workload", *AS_THE_RUNNERS)}
     settings |= {"train_samples": options.global_batch_size, "eval_samples": 1}
     return run_program(partial(measure, options), options.csv, **settings)
@@ -135,7 +124,3 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.
         if alone in times and computes_alike(fields, options.variants[alone]):
             table.loc[label, "exposed_ms_median"] = (times[label] - times[alone]).median()
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import collectives
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import OneRankError
 
@@ -26,7 +27,7 @@ def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = N
     options = collectives.build_parser().parse_args([*usual, *flags])
     with plant(ranks.rank) if plant else nullcontext():
         try:
-            collectives.measure_all(options, ranks)
+            collectives.measure_all(options, RunConfig(), ranks)
         except OneRankError as error:
             return str(error)
     return ""

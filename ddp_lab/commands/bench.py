@@ -1,13 +1,19 @@
-"""`ddp-lab bench NAME`: starts a program of benchmarks/."""
+"""`ddp-lab bench NAME`: runs a program of benchmarks/ on its own ranks. Where a launcher started it, it is a rank."""
 
 import argparse
 import ast
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from ddp_lab.runtime.cli import ROOT, OneLineParser, at_least, require_checkout, unknown_name
+from ddp_lab.runtime.process.environment import prepare_process
+from ddp_lab.runtime.process.launcher import adopt_launcher
+
+ALONE = ("aa", "planner", "publish")
+"""Programs that need no ranks, or start runs of their own."""
 
 
 def programs() -> dict[str, str]:
@@ -15,7 +21,7 @@ def programs() -> dict[str, str]:
     found = {}
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         text = path.read_text()
-        if "__main__" in text:
+        if "def main(" in text:
             found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ")
     return found
 
@@ -25,13 +31,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         "ddp-lab bench",
         usage="ddp-lab bench NAME [--ranks N] [flags of the program]",
-        description="Start a program of benchmarks/; ddp-lab bench NAME --help says what it measures.",
+        description="Run a program of benchmarks/; ddp-lab bench NAME --help says what it measures.",
         epilog=f"programs:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,  # of a program, it says more
     )
-    parser.add_argument("--ranks", type=at_least(1), metavar="N", help="start it under torchrun, on so many ranks")
+    about = "processes to start on this node (default: 2)"
+    parser.add_argument("--ranks", type=at_least(1), default=2, metavar="N", help=about)
     return parser
 
 
@@ -44,11 +51,14 @@ def main(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     if name not in programs():
         parser.error(unknown_name("program", name, programs()))
+    adopt_launcher(os.environ)
+    if name in ALONE or "RANK" in os.environ or {"-h", "--help"} & {*rest}:
+        prepare_process()
+        sys.path.insert(0, str(ROOT))
+        code: int = importlib.import_module(f"benchmarks.{name}").main(rest)
+        return code
     options, flags = parser.parse_known_args(rest)
-    command = [sys.executable]
-    if options.ranks is not None:
-        print(f"starting {options.ranks} ranks of {name}.py", file=sys.stderr, flush=True)
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
-    command += [str(ROOT / "benchmarks" / f"{name}.py"), *flags]
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
+    command = [sys.executable, *start, "-m", "ddp_lab", "bench", name, *flags]
     one_thread = {"OMP_NUM_THREADS": "1"}  # torchrun's own default, without its notice
     return subprocess.run(command, env=one_thread | os.environ).returncode

@@ -2,11 +2,9 @@
 
 import argparse
 import difflib
-import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -85,20 +83,6 @@ def names_of(kind: str, known: Sequence[str]) -> Callable[[str], list[str]]:
         return text.split(",")
 
     return parse_names
-
-
-def add_csv(parser: argparse.ArgumentParser) -> None:
-    """The flag of a benchmark for a file of its table, whose folder is made."""
-
-    def new_file(text: str) -> Path:
-        path = Path(text)
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-            raise argparse.ArgumentTypeError(f"{text}: cannot write to its folder; give another")
-        return path
-
-    parser.add_argument("--csv", type=new_file, metavar="FILE", help="also write the table here")
 
 
 def ascii_number(kind: Callable[[str], Number]) -> Callable[[str], Number]:

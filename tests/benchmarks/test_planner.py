@@ -1,7 +1,5 @@
 """Plans beside steps that others have measured."""
 
-import sys
-
 import pytest
 
 from benchmarks import planner
@@ -12,11 +10,10 @@ FUSED = ROW.replace("mine", "fused") + 'compiled = true\ndiffers = "all"\n'
 ODD = '[odd]\nplan = "--model gpt2 --gpus 2xH10 --choices zero3"\ntokens_per_s_gpu = 1\nsource = "me"\n'
 
 
-def test_measured_and_planned_stand_side_by_side(tmp_path, capsys, monkeypatch):
+def test_measured_and_planned_stand_side_by_side(tmp_path, capsys):
     """A compiled step takes no longer, the worst comes with its reason, and a row that makes no sense is a line."""
     (tmp_path / "t.toml").write_text(ROW + FUSED + ODD + ODD.replace("[odd]", "[none]").replace("--gpus", "--gpu"))
-    monkeypatch.setattr(sys, "argv", ["planner", "--table", str(tmp_path / "t.toml")])
-    assert planner.main() == 0
+    assert planner.main(["--table", str(tmp_path / "t.toml")]) == 0
     lines = capsys.readouterr().out.splitlines()
     mine, fused = (next(line for line in lines if line.startswith(name)).split() for name in ("mine", "fused"))
     assert mine[-6:-4] == ["zero3", "1,000"] and mine[-3] == "32.0", "16 x 4 / 2 tokens at 1000 a second"
@@ -35,11 +32,10 @@ def test_measured_and_planned_stand_side_by_side(tmp_path, capsys, monkeypatch):
         (ROW, "'mime'"),
     ],
 )
-def test_a_table_that_is_none_is_refused(tmp_path, capsys, monkeypatch, text, message):
+def test_a_table_that_is_none_is_refused(tmp_path, capsys, text, message):
     (tmp_path / "t.toml").write_text(text)
-    monkeypatch.setattr(sys, "argv", ["planner", "--table", str(tmp_path / "t.toml"), "--rows", "mime"])
     with pytest.raises(SystemExit, match="2"):
-        planner.main()
+        planner.main(["--table", str(tmp_path / "t.toml"), "--rows", "mime"])
     assert message in capsys.readouterr().err
 
 

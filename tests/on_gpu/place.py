@@ -121,7 +121,7 @@ class Place:
     def torchrun(self, program: str, *flags: str) -> list[str]:
         """A command of all ranks."""
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
-        return [*start, program, *self.sharing, *flags]
+        return [*start, *program.split(), *self.sharing, *flags]
 
     def newest_record(self, folder: Path) -> dict[str, Any]:
         """The latest run record under an output folder."""

@@ -35,7 +35,7 @@ def test_all_reduce(commands):
         folder = place.folder / f"all-reduce {backend}"
         flags = ["--collectives", "all_reduce", "--sizes", ",".join(map(str, sizes))]
         flags += ["--seconds-per-size", "0.2" if place.is_quick else "1", "--output-dir", str(folder)]
-        command = place.torchrun("benchmarks/collectives.py", "--backend", backend, *flags)
+        command = place.torchrun("-m ddp_lab bench collectives", "--backend", backend, *flags)
         place.run_well(f"all-reduce {backend}", command, limit_s=240)
         for row in rows_of(next(folder.glob("reports/collectives/*_ranks.csv"))):
             rate = float(row["busbw_gb_per_s"])
@@ -58,7 +58,7 @@ def test_originals(commands):
             flags = ["--backend", backend, "--choices", f"{own},{original},local", "--against", original]
             flags += ["--rounds", "3" if place.is_quick else "15", "--csv", str(path), *place.global_batch]
             flags += SMALL if place.is_quick else ["--workload", "sample"]
-            command = place.torchrun("benchmarks/strategies.py", *flags)
+            command = place.torchrun("-m ddp_lab bench strategies", *flags)
             place.run_well(f"{own} {backend}", command, limit_s=300)
             row = next(row for row in rows_of(path) if row["choice"] == own)
             names = {"choice": own, "original": original, "backend": backend, "step, ms": shown(row["step_ms_median"])}
