@@ -1,10 +1,9 @@
 """What a benchmark runs: strategies through the project's training loop, and loops by hand beside them. A choice may
 carry settings of its own, as in `pytorch_ddp:bucket_cap_mb=1`."""
 
-import argparse
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp
 import sharding
@@ -26,15 +26,16 @@ from ddp_lab.runtime.data.batches import to_device
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.errors import UserError, require
 from ddp_lab.runtime.loop import train
 from ddp_lab.runtime.profiling.memory import allocations_of, counting_on_all_threads
-from ddp_lab.runtime.settings.field import argument
+from ddp_lab.runtime.settings.field import flags_of, kind_of
+from ddp_lab.runtime.settings.mesh import MeshSettings
 from ddp_lab.strategy.account import Collective, ModelSize, storage_bytes
 from ddp_lab.strategy.batches import MicroBatch, StepData
 from ddp_lab.strategy.building import autocast
 from ddp_lab.strategy.modules import find_blocks
-from ddp_lab.strategy.options import bucket_cap
+from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 from reference.dtensors import local
 from reference.pytorch_ddp import PyTorchDDP
@@ -49,14 +50,8 @@ FSDP2 that keeps blocks until backward, and FSDP2 that reshards them after forwa
 NAMES = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [LOCAL, RUNTIME, *BARE]))
 PLAIN = (LOCAL, *BARE)
 """Loops written by hand, which have no setting but their precision."""
-SETTINGS: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys(("precision", "param_dtype", "reduce_dtype", "compress", "offload"), str),
-    **dict.fromkeys(("compile", "sequence_parallel"), {"on": True, "off": False}.__getitem__),
-    **{"activation_checkpointing": str, "bucket_cap_mb": argument(bucket_cap)},
-    **{"pipeline_schedule": str, "stages_per_rank": int},
-    "mesh": lambda text: re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(","),
-}
-"""What may differ between the choices of one benchmark, and how its value is read."""
+SETTINGS = {field.name: field for field in (*flags_of(MeshSettings), *flags_of(StrategyOptions))}
+"""What may differ between the choices of one benchmark."""
 
 
 def parse_variant(text: str) -> dict[str, object]:
@@ -69,23 +64,35 @@ def parse_variant(text: str) -> dict[str, object]:
     if choice not in NAMES:
         exit_with_error(unknown_name("strategy", choice, NAMES))
     fields: dict[str, object] = {"choice": choice}
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        if name not in SETTINGS:
-            exit_with_error(f"{text}: {unknown_name('setting', name, SETTINGS)}")
-        try:
-            fields[name] = SETTINGS[name](value)
-        except (ValueError, KeyError, argparse.ArgumentTypeError):
-            exit_with_error(f"{text}: {name} cannot be '{value}'")
-    if choice in PLAIN and (unused := fields.keys() - {"choice", "precision"}):
-        exit_with_error(
-            f"{text}: {choice} has no setting but precision, so {', '.join(sorted(unused))} would do nothing"
-        )
     try:
+        for pair in pairs:
+            name, _, value = pair.partition("=")
+            if name not in SETTINGS:
+                raise UserError(unknown_name("setting", name, SETTINGS))
+            fields[name] = value_of(SETTINGS[name], value)
+        if choice in PLAIN:
+            require(fields.keys() <= {"choice", "precision"}, choice, "", "without a setting but precision")
         RunConfig.of(**fields)
     except UserError as error:
         exit_with_error(f"{text}: {error}")
     return fields
+
+
+def value_of(field: Field[Any], text: str) -> object:
+    """A setting of a choice.
+
+    Raises:
+        UserError: it is none.
+    """
+    if field.name == "mesh":
+        text = re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(",")
+    if field.type is bool:
+        require(text in ("on", "off"), field.name, text, "on or off")
+        return text == "on"
+    try:
+        return (field.metadata["normal"] or kind_of(field))(text)
+    except ValueError:
+        raise UserError(f"{field.name} cannot be '{text}'") from None
 
 
 class Unreduced(ReplicatedStrategy):
@@ -120,10 +127,10 @@ class Runner:
     notes: Sequence[str] = ()
 
 
-def make_runner(config: RunConfig, ranks: Ranks, build: Callable[[RunConfig], Workload] = build_workload) -> Runner:
-    """`config.choice` on one global batch of what `build` makes, the same for every choice."""
+def make_runner(config: RunConfig, ranks: Ranks) -> Runner:
+    """`config.choice` on one global batch of its workload, the same for every choice."""
     seed_everything(0, rank=0)
-    workload = build(config)
+    workload = build_workload(config)
     batches = one_global_batch(config, workload, ranks)
     if config.choice in PLAIN:
         return plain_runner(config, workload, batches, ranks)
@@ -219,3 +226,23 @@ def measure_memory(runner: Runner, device: torch.device) -> tuple[int, int]:
                 runner.steps(1)
             added = allocations_of(profiler).peak
     return round(largest(resting, device)), round(largest(before + added, device))
+
+
+class CountLaunches(TorchDispatchMode):
+    """Counts the operators of this thread that run a kernel, or send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        makes_view = any(result.alias_info and not result.alias_info.is_write for result in func._schema.returns)
+        self.count += not (makes_view or "empty" in func.name() or func.namespace == "profiler")
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(runner: Runner) -> int:
+    """Of a step."""
+    with CountLaunches() as counter:
+        runner.steps(1)
+    return counter.count

@@ -13,9 +13,16 @@ exposed time. Neither has a pipeline, whose ranks wait for each other; there the
 settings: `pytorch_ddp:bucket_cap_mb=1`.
 
 `--rounds 0` measures memory only.
+
+With `--host`, a step's time is that of the training thread alone, and what is exposed is what it takes beyond `local`.
+What the thread waits for, and what other threads do, does not count. Where a GPU is faster than the thread that feeds
+it, a step takes as long as the host does; benchmarks/thin.py is such a model. Operators are those below autograd that
+run a kernel or send: views and allocations are left out, and one over a list of tensors counts once, as one of FSDP2's
+own does. A GPU needs some 5 to 10 us to launch each.
 """
 
 import argparse
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,17 +31,26 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.rounds import quartiles, run_program, table_parser, time_rounds
-from benchmarks.runners import LOCAL, NAMES, PLAIN, RUNTIME, SETTINGS, make_runner, measure_memory, parse_variant
+from benchmarks.runners import (
+    LOCAL,
+    NAMES,
+    PLAIN,
+    RUNTIME,
+    SETTINGS,
+    count_operators,
+    make_runner,
+    measure_memory,
+    parse_variant,
+)
 from ddp_lab.progress import long_work
-from ddp_lab.runtime.cli import at_least, exit_with_error, unknown_name
+from ddp_lab.runtime.cli import at_least
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks, meshed
 from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.link.speed import Link
-from ddp_lab.runtime.settings.data import WORKLOADS
 
 AS_THE_RUNNERS = (
-    *("global_batch_size", "grad_accum_steps", "depth", "width"),
+    *("workload", "global_batch_size", "grad_accum_steps", "depth", "width"),
     *("device", "backend", "share_gpu", "link", "nodes", "outer_link"),
 )
 TIMES = ["step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median"]
@@ -42,20 +58,14 @@ ALONE = (LOCAL, RUNTIME)
 """What is measured beside all choices, but for pipelines."""
 
 
-def choices_parser(name: str, description: str | None, least_rounds: int, rounds: int) -> argparse.ArgumentParser:
-    """Flags of a program that runs choices in turn."""
-    parser = table_parser(name, description)
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = table_parser("strategies", __doc__)
     carried = f"each may carry settings ({', '.join(SETTINGS)}), as in bucket_ddp_async:bucket_cap_mb=25:compile=on"
     parser.add_argument("--choices", required=True, help=f"comma-separated; of {', '.join(NAMES)}; {carried}")
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
-    parser.add_argument("--rounds", type=at_least(least_rounds), default=rounds, help="timed rounds of three steps")
-    return parser
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = choices_parser("strategies", __doc__, 0, 20)
-    parser.add_argument("--workload", default="sample", help=f"one of {', '.join(WORKLOADS)}")
-    add_flags(parser, AS_THE_RUNNERS, grad_accum_steps=1, depth=40, width=4096)
+    parser.add_argument("--rounds", type=at_least(0), default=20, help="timed rounds of three steps")
+    parser.add_argument("--host", action="store_true", help="time what the training thread computes, count operators")
+    add_flags(parser, AS_THE_RUNNERS, workload="sample", grad_accum_steps=1, depth=40, width=4096)
     options = parser.parse_args(arguments)
     against = parse_variant(options.against)
     choices, alone = options.choices.split(","), () if RunConfig.of(**against).has_stages else ALONE
@@ -63,8 +73,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.variants = {text: parse_variant(text) for text in wanted}
     for name in alone if options.rounds else ():
         options.variants[name]["precision"] = against.get("precision", "fp32")
-    if options.workload not in WORKLOADS:
-        exit_with_error(unknown_name("workload", options.workload, WORKLOADS))
     return options
 
 
@@ -77,7 +85,7 @@ def computes_alike(variant: Mapping[str, Any], alone: Mapping[str, Any]) -> bool
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    settings = {name: getattr(options, name) for name in ("workload", *AS_THE_RUNNERS)}
+    settings = {name: getattr(options, name) for name in AS_THE_RUNNERS}
     settings |= {"train_samples": options.global_batch_size, "eval_samples": 1}
     return run_program(partial(measure, options), options.csv, **settings)
 
@@ -92,7 +100,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.
                 mesh = fields.get("mesh")
                 if mesh not in on_meshes:
                     on_meshes[mesh] = stack.enter_context(meshed(ranks, mesh))
-                runner = runners[label] = make_runner(config.but(**fields), on_meshes[mesh])
+                runner = runners[label] = make_runner(config.but(device=ranks.device.type, **fields), on_meshes[mesh])
                 resting, peak = measure_memory(runner, ranks.device)
                 rows.append(
                     {
@@ -100,6 +108,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.
                         "against": options.against if options.rounds else None,
                         "rounds": options.rounds,
                         **dict.fromkeys(TIMES),
+                        "operators": count_operators(runner) if options.host else None,
                         "link_bits_per_s": link.bits_per_s if link else None,
                         "wire_bytes": runner.wire_bytes(),
                         "peak_bytes": peak,
@@ -116,11 +125,12 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.
         if not options.rounds:
             return table
         # times, in turn
-        times = time_rounds({label: runner.steps for label, runner in runners.items()}, options.rounds, ranks)
+        clock = time.thread_time if options.host else time.perf_counter
+        times = time_rounds({label: runner.steps for label, runner in runners.items()}, options.rounds, ranks, clock)
     ratios = quartiles(times.div(times[options.against], axis="index"), "ratio")
     table[TIMES] = ratios.assign(step_ms_median=times.median(), exposed_ms_median=float("nan"))[TIMES]
     for label, fields in options.variants.items():
-        alone = LOCAL if fields["choice"] in PLAIN else RUNTIME
+        alone = LOCAL if options.host or fields["choice"] in PLAIN else RUNTIME
         if alone in times and computes_alike(fields, options.variants[alone]):
             table.loc[label, "exposed_ms_median"] = (times[label] - times[alone]).median()
     return table

@@ -6,19 +6,22 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from benchmarks import host_time, rounds
+from benchmarks import rounds
 from benchmarks.strategies import measure, parse
+from ddp_lab.runtime.cli import ROOT
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
-FLAGS = ["--workload", "mlp", "--depth", "2", "--width", "8", "--rounds", "1"]
+MLP = ["--workload", "mlp", "--depth", "2", "--width", "8"]
+THIN = ["--workload", f"{ROOT}/benchmarks/thin.py:build", "--host"]
 
 
-def measured(choices: str, against: str = "pytorch_ddp") -> pd.DataFrame:
-    options = parse(["--choices", choices, "--against", against, *FLAGS])
-    config = RunConfig(workload="mlp", depth=2, width=8, train_samples=8, eval_samples=1, grad_accum_steps=1)
+def measured(choices: str, against: str = "pytorch_ddp", flags: list[str] = MLP) -> pd.DataFrame:
+    options = parse(["--choices", choices, "--against", against, "--rounds", "1", *flags])
+    sizes = {"depth": options.depth, "width": options.width, "grad_accum_steps": 1}
+    config = RunConfig(workload=options.workload, train_samples=8, eval_samples=1, **sizes)
     return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"))
 
 
@@ -48,17 +51,11 @@ def test_loops_beside_the_choices_compute_in_their_precision(ranks: RankPool):
 
 def test_host_time_of_choices(ranks: RankPool):
     """A bucket's gradients are copied by one call, DDP's one by one."""
-    (table,) = ranks.run(1, host_time_of, "bucket_ddp_async")
+    (table,) = ranks.run(1, measured, "bucket_ddp_async", "pytorch_ddp", THIN)
     assert table.index.tolist() == ["pytorch_ddp", "bucket_ddp_async", "local", "runtime"]
-    assert table["ratio_median"].gt(0).all() and table["own_ms_median"]["local"] == 0
+    assert table["ratio_median"].gt(0).all() and table["exposed_ms_median"]["local"] == 0
     operators = table["operators"]
     assert operators["local"] < operators["runtime"] < operators["bucket_ddp_async"] < 0.7 * operators["pytorch_ddp"]
-
-
-def host_time_of(choices: str) -> pd.DataFrame:
-    options = host_time.parse(["--choices", choices, "--rounds", "1"])
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo")
-    return host_time.measure(options, RunConfig(grad_accum_steps=1), ranks)
 
 
 def test_a_table_is_shown_and_written(tmp_path, capsys, monkeypatch):
