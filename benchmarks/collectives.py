@@ -7,15 +7,15 @@ done; on a GPU, until the device is. After the warm-up each size is checked once
 all results are in <output-dir>/reports/collectives/<backend>_<device>_<ranks>_ranks.csv (<device>-shared if GPUs are).
 
 Values are whole numbers that are small enough for sums over all ranks to be exact in every dtype, in any order of
-adding. A rank's pattern repeats after a prime number of elements, so that a part in the wrong place is seen.
+adding.
 """
 
 import argparse
 import itertools
 import re
 import time
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from benchmarks.rounds import run_program
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.collectives.kinds import bus_factor
+from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, at_least, names_of
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
@@ -48,10 +49,23 @@ CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
 """In display order: what issues each, and waits for it. They are torch's own; `sharding.` marks those that this
 project's strategies call."""
 BROADCASTER = 0
+
+
+def own_part(whole: Tensor, ranks: Ranks) -> Tensor:
+    return whole.chunk(ranks.world_size)[ranks.rank]
+
+
+RESULTS: dict[str, Callable[[Iterable[Tensor], Ranks], Tensor]] = {
+    "all_reduce": lambda sent, ranks: sum(sent, torch.tensor(0)),
+    "all_gather": lambda sent, ranks: torch.cat(list(sent)),
+    "reduce_scatter": lambda sent, ranks: own_part(sum(sent, torch.tensor(0)), ranks),
+    "broadcast": lambda sent, ranks: next(itertools.islice(sent, BROADCASTER, None)),
+    "all_to_all": lambda sent, ranks: torch.cat([own_part(whole, ranks) for whole in sent]),
+}
+"""What a rank must receive of what all send, in the order of ranks."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST_EXACT = 256
 """bf16 holds every whole number up to here."""
-PERIOD = 65_537
 FEWEST_CALLS, MOST_CALLS = 3, 1000
 WARMUP_SHARE, MOST_WARMUP = 0.2, 3
 """Of --seconds-per-size, for at most so many warm-up calls beyond the first two."""
@@ -75,9 +89,6 @@ COLUMNS = {
     "wrong": "wrong elements of one checked call, summed over ranks",
 }
 """Of the CSV, with their meanings."""
-SHOWN = {"type": "5", "size_bytes": "12", "calls": "6", "p50_us": "12.1f", "p95_us": "12.1f"}
-SHOWN |= {"busbw_gb_per_s": "15.3f", "wrong": "7"}
-"""Columns of the terminal, and their formats."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -113,21 +124,12 @@ def sizes(text: str) -> list[int]:
     return sorted(map(int, numbers.values()))
 
 
-def values(pattern: Tensor, start: int, count: int) -> Tensor:
-    """So many elements of a pattern without end."""
-    first = start % PERIOD
-    return pattern.repeat(-(-(first + count) // PERIOD))[first : first + count]
-
-
-@cache
-def pattern(senders: Sequence[int], dtype: torch.dtype, ranks: Ranks) -> Tensor:
-    """The sum of what these ranks send: whole numbers from 0. That over all ranks is at most `LARGEST_EXACT`, so ranks
-    beyond that number send zeros."""
-    total = torch.zeros(PERIOD)
-    for rank in senders:
-        most = LARGEST_EXACT // ranks.world_size or int(rank < LARGEST_EXACT)
-        total += torch.randint(0, most + 1, (PERIOD,), generator=torch.Generator().manual_seed(rank))
-    return total.to(ranks.device, dtype)
+def sent_by(rank: int, count: int, dtype: torch.dtype, ranks: Ranks) -> Tensor:
+    """What a rank sends: whole numbers from 0. Their sum over all ranks is at most `LARGEST_EXACT`, so ranks beyond
+    that number send zeros."""
+    most = LARGEST_EXACT // ranks.world_size or int(rank < LARGEST_EXACT)
+    generator = torch.Generator(ranks.device).manual_seed(rank)
+    return torch.randint(0, most + 1, (count,), generator=generator, dtype=dtype, device=ranks.device)
 
 
 class Call:
@@ -138,47 +140,35 @@ class Call:
     """
 
     def __init__(self, collective: str, count: int, dtype: torch.dtype, ranks: Ranks) -> None:
-        full = torch.empty(count, dtype=dtype, device=ranks.device)
+        self.issue, self.name, self.ranks = CALLS[collective], collective.removeprefix("sharding."), ranks
+        full = torch.zeros(count, dtype=dtype, device=ranks.device)
         part = full.chunk(ranks.world_size)[ranks.rank]
-        self.issue, self.received, self.sent = CALLS[collective], full, full
-        everyone, first = tuple(range(ranks.world_size)), 0
-        parts: list[tuple[int, ...]] = [everyone]
-        match collective.removeprefix("sharding."):
-            case "broadcast":
-                parts = [(BROADCASTER,)]
-            case "all_gather":
-                self.sent, parts = part, [(rank,) for rank in everyone]
-            case "reduce_scatter":
-                self.received, first = torch.empty_like(part), ranks.rank * len(part)
-            case "all_to_all":
-                self.received, first = torch.empty_like(full), ranks.rank * len(part)
-                parts = [(rank,) for rank in everyone]
-        self.own = pattern((ranks.rank,), dtype, ranks)
-        self.expected, self.first = [pattern(senders, dtype, ranks) for senders in parts], first
-        self.clear()
+        self.sent = part if self.name == "all_gather" else full
+        apart = {"reduce_scatter": part, "all_to_all": full}  # the others work in place
+        self.received = torch.zeros_like(apart[self.name]) if self.name in apart else full
 
     def run(self) -> None:
         self.issue(self.received, self.sent)
 
-    def clear(self) -> None:
-        """Fill with zeros, which stay zeros however often a sum is repeated."""
+    def count_wrong(self) -> int:
+        """Run it once; how many elements of this rank are not what they must be. NaN is wrong too.
+
+        Leaves zeros, which stay zeros however often a sum is repeated.
+        """
+        inputs = [self.sent.shape[0], self.sent.dtype, self.ranks]
+        self.sent.copy_(sent_by(self.ranks.rank, *inputs))
+        self.run()
+        everyone = (sent_by(rank, *inputs) for rank in range(self.ranks.world_size))
+        wrong = int((self.received != RESULTS[self.name](everyone, self.ranks)).sum())
         self.sent.zero_()
         self.received.zero_()
-
-    def count_wrong(self) -> int:
-        """Run it once; how many elements of this rank are not what they must be. NaN is wrong too."""
-        self.sent.copy_(values(self.own, 0, len(self.sent)))
-        self.run()
-        parts = zip(self.received.chunk(len(self.expected)), self.expected, strict=True)
-        wrong = sum(int((part != values(pattern, self.first, len(part))).sum()) for part, pattern in parts)
-        self.clear()
         return wrong
 
 
 def measured(
     collective: str, type_name: str, size: int, options: argparse.Namespace, ranks: Ranks, control: Any
-) -> dict[str, Any]:
-    """The row of one size, on every rank. Collective.
+) -> list[Any]:
+    """The row of one size, by `COLUMNS`, on every rank. Collective.
 
     Args:
         size: In bytes. It is made a multiple of an element for each rank.
@@ -205,8 +195,7 @@ def measured(
     size, link = count * dtype.itemsize, Link.parse(options.link)
     busbw = bus_factor(collective.removeprefix("sharding."), ranks.world_size) * size / median / 1e9
     where = [ranks.world_size, ranks.backend, ranks.device.type, link.bits_per_s if link else None]
-    row = [collective, *where, size, type_name, calls, 1e6 * median, 1e6 * p95, busbw, int(wrong)]
-    return dict(zip(COLUMNS, row, strict=True))
+    return [collective, *where, size, type_name, calls, 1e6 * median, 1e6 * p95, busbw, int(wrong)]
 
 
 def seconds_of(call: Call, calls: int, in_a_row: int, ranks: Ranks, control: Any) -> list[float]:
@@ -235,8 +224,8 @@ def main(arguments: Sequence[str]) -> int:
     return run_program(partial(measure_all, options), None, **settings)
 
 
-def measure_all(options: argparse.Namespace, _: RunConfig, ranks: Ranks) -> None:
-    """Measure what the command line names; on rank 0, print it and write it. Collective.
+def measure_all(options: argparse.Namespace, _: RunConfig, ranks: Ranks) -> pd.DataFrame:
+    """Measure what the command line names; on rank 0, write it after every size. Collective.
 
     Raises:
         OneRankError: another rank has gone, or memory ran out.
@@ -244,22 +233,18 @@ def measure_all(options: argparse.Namespace, _: RunConfig, ranks: Ranks) -> None
     """
     device = ranks.device.type + ("-shared" if ranks.gpu_sharing else "")
     name = f"{ranks.backend}_{device}_{ranks.world_size}_ranks.csv"
-    path, rows = options.output_dir / REPORTS / name, list[dict[str, Any]]()
+    path, table = options.output_dir / REPORTS / name, pd.DataFrame(columns=list(COLUMNS))
     control = dist.new_group(backend="gloo")  # over CPU, so that clocks and barriers do not queue on a GPU
-    for collective, dtype in itertools.product(options.collectives, options.dtypes):
-        if ranks.is_main:
-            print(f"\n{collective}: {ranks.world_size} ranks, {ranks.backend} on {ranks.device.type}")
-            print(*(f"{column:>{form.partition('.')[0]}}" for column, form in SHOWN.items()), flush=True)
-        for size in options.sizes:
+    cases = list(itertools.product(options.collectives, options.dtypes, options.sizes))
+    with long_work(f"measuring {path}", len(cases), ranks.is_main) as tell:
+        for collective, dtype, size in cases:
             try:
-                row = measured(collective, dtype, size, options, ranks, control)
+                table.loc[len(table)] = measured(collective, dtype, size, options, ranks, control)
             except RuntimeError as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 where = f"rank {ranks.rank} stopped at {collective} {dtype} of {size:,} bytes"
                 raise OneRankError(f"{where}: {reason}; what was measured until then is in {path}") from None
             if ranks.is_main:
-                print(*(f"{row[column]:>{form}}" for column, form in SHOWN.items()), flush=True)
-                rows.append(row)
-                write_csv(path, pd.DataFrame(rows, columns=list(COLUMNS)))
-    if ranks.is_main:
-        print(f"\ntable: {path}")
+                write_csv(path, table)
+            tell(f"{collective} {dtype} {size:,} bytes: {table.iloc[-1]['busbw_gb_per_s']:.3f} GB/s")
+    return table
