@@ -15,14 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ddp
-import sharding
 import tensor_parallel
 from benchmarks.rounds import largest
+from ddp_lab.families import EVERY
 from ddp_lab.runtime.build import build_strategy, cut_over_ranks, seed_everything
 from ddp_lab.runtime.cli import exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.data.batches import to_device
+from ddp_lab.runtime.data.batches import batches_of_steps
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks
@@ -32,7 +31,7 @@ from ddp_lab.runtime.profiling.memory import allocations_of, counting_on_all_thr
 from ddp_lab.runtime.settings.field import flags_of, kind_of
 from ddp_lab.runtime.settings.mesh import MeshSettings
 from ddp_lab.strategy.account import Collective, ModelSize, storage_bytes
-from ddp_lab.strategy.batches import MicroBatch, StepData
+from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.building import autocast
 from ddp_lab.strategy.modules import find_blocks
 from ddp_lab.strategy.options import StrategyOptions
@@ -40,14 +39,13 @@ from ddp_lab.strategy.replicated import ReplicatedStrategy
 from reference.dtensors import local
 from reference.pytorch_ddp import PyTorchDDP
 
-REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
 LOCAL, RUNTIME = "local", "runtime"
 """A step without communication, as a person writes it for one device; and one through this project's training loop,
 with the small exchanges of that loop, in which no gradient is sent."""
 BARE = ("bare_loop", "bare_zero1", "bare_zero2", "bare_zero3")
 """Loops without this project's, as torch's tutorials write them: around PyTorch DDP, DDP with ZeroRedundancyOptimizer,
 FSDP2 that keeps blocks until backward, and FSDP2 that reshards them after forward."""
-NAMES = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [LOCAL, RUNTIME, *BARE]))
+NAMES = [*EVERY.names, LOCAL, RUNTIME, *BARE]
 PLAIN = (LOCAL, *BARE)
 """Loops written by hand, which have no setting but their precision."""
 SETTINGS = {field.name: field for field in (*flags_of(MeshSettings), *flags_of(StrategyOptions))}
@@ -131,19 +129,18 @@ def make_runner(config: RunConfig, ranks: Ranks) -> Runner:
     """`config.choice` on one global batch of its workload, the same for every choice."""
     seed_everything(0, rank=0)
     workload = build_workload(config)
-    batches = one_global_batch(config, workload, ranks)
+    step = next(batches_of_steps(config, workload, ranks, 1))
     if config.choice in PLAIN:
-        return plain_runner(config, workload, batches, ranks)
+        return plain_runner(config, workload, step.micro_batches, ranks)
     elements = ModelSize.of(workload.model).elements
     model_parallel = cut_over_ranks(config, workload, ranks, tensor_parallel.REGISTRY.load_parallelize)
     model_size = ModelSize.of(workload.model)
-    registry = next((registry for registry in REGISTRIES if config.choice in registry.names), None)
-    strategy_class = registry.load(config.choice) if registry else Unreduced
+    strategy_class = Unreduced if config.choice == RUNTIME else EVERY.load(config.choice)
     group = ranks.groups.data if ranks.groups else dist.group.WORLD
     strategy = build_strategy(config, workload, ranks, strategy_class, group, model_parallel)
 
     def steps(count: int) -> None:
-        train(strategy, [StepData(config.global_batch_size, batches)] * count)
+        train(strategy, [step] * count)
         strategy.finish_parameter_synchronization()
 
     return Runner(
@@ -156,13 +153,6 @@ def make_runner(config: RunConfig, ranks: Ranks) -> Runner:
         settling_steps=max(1, strategy.settling_steps),
         notes=strategy.notes,
     )
-
-
-def one_global_batch(config: RunConfig, workload: Workload, ranks: Ranks) -> list[MicroBatch]:
-    """This rank's micro-batches of the first samples."""
-    size = config.micro_batch_size(ranks.data_size)
-    samples = [workload.train[i] for i in range(ranks.data_rank, config.global_batch_size, ranks.data_size)]
-    return [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
 
 
 def plain_runner(config: RunConfig, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:
