@@ -92,8 +92,7 @@ COLUMNS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser("ddp-lab bench collectives", description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser = OneLineParser("ddp-lab bench collectives", description=__doc__)
     add, names, types = parser.add_argument, ",".join(CALLS), ", ".join(DTYPES)
     add("--collectives", type=names_of("collective", list(CALLS)), default=names, help=f"comma-separated, of {names}")
     usual = "1K,4K,16K,64K,256K,1M,4M,16M,64M"

@@ -84,7 +84,7 @@ def checked(name: str, row: Measured) -> tuple[str, float | None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = OneLineParser("ddp-lab bench planner", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser("ddp-lab bench planner", description=__doc__)
     table = "TOML file of measured steps (default: ddp_lab/planner/published.toml)"
     parser.add_argument("--table", type=Path, default=PUBLISHED, metavar="FILE", help=table)
     parser.add_argument("--rows", metavar="NAMES", help="only these rows of it, with commas between (default: all)")

@@ -10,7 +10,6 @@ benchmarks/publish.toml lists the sections. A block of a document is what stands
 found something; a line on standard error says what. 2: the command line makes no sense.
 """
 
-import argparse
 import datetime
 import json
 import os
@@ -34,7 +33,7 @@ Data = dict[str, dict[str, Any]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     sections: dict[str, Any] = tomllib.loads((ROOT / "benchmarks" / "publish.toml").read_text())
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     names = ", ".join(sections)
     parser.add_argument("--only", type=names_of("section", list(sections)), default=list(sections), help=f"of {names}")
     parser.add_argument("--render", action="store_true", help="measure nothing; fill the blocks of documents")

@@ -38,8 +38,7 @@ def table_parser(name: str, description: str | None) -> argparse.ArgumentParser:
             raise argparse.ArgumentTypeError(f"{text}: cannot write to its folder; give another")
         return path
 
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser(f"ddp-lab bench {name}", description=description, formatter_class=raw, allow_abbrev=False)
+    parser = OneLineParser(f"ddp-lab bench {name}", description=description)
     parser.add_argument("--csv", type=new_file, metavar="FILE", help="also write the table here")
     return parser
 

@@ -6,7 +6,6 @@
 It prints the table of docs/gpu.md. Exit code 0: no race. 1: a race was found; it is printed. 2: wrong command line.
 """
 
-import argparse
 import os
 import sys
 from functools import partial
@@ -31,7 +30,7 @@ SMALL_MB = 0.003
 
 
 def main() -> int:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--choices", default=",".join(CHOICES), help="with commas between (default: all)")
     models = [*MODELS, "branching", "normed", "deep"]
     parser.add_argument("--model", choices=models, default="llama", help="of tests/models.py (default: %(default)s)")

@@ -33,8 +33,6 @@ def build_parser() -> argparse.ArgumentParser:
         usage="ddp-lab bench NAME [--ranks N] [flags of the program]",
         description="Run a program of benchmarks/; ddp-lab bench NAME --help says what it measures.",
         epilog=f"programs:\n{listing}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         add_help=False,  # of a program, it says more
     )
     about = "processes to start on this node (default: 2)"

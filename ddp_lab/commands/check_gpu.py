@@ -41,9 +41,7 @@ MOST_RANKS = 8
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        "ddp-lab check-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("ddp-lab check-gpu", description=__doc__)
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--ranks", type=at_least(1), help="processes (default: one for each GPU, up to 8; 2 without)")
     ranks.add_argument("--share-gpu", type=at_least(2), metavar="N", help="N processes that share one GPU")

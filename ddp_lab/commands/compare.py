@@ -50,9 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        "ddp-lab compare", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("ddp-lab compare", description=__doc__)
     parser.add_argument(
         "what",
         metavar="FAMILY|FOLDER",

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         build_parser().print_help()
         return 0
-    finder = OneLineParser(PROG, add_help=False, allow_abbrev=False)
+    finder = OneLineParser(PROG, add_help=False)
     add_ranks(finder)
     options, flags = finder.parse_known_args(arguments)
     if flags and not flags[0].startswith("-"):

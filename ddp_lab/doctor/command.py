@@ -66,9 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        "ddp-lab doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OneLineParser("ddp-lab doctor", description=__doc__)
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders; - for standard input")
     parser.add_argument(
         "--live", action="store_true", help="check this machine, and under torchrun measure every pair of ranks"

@@ -35,10 +35,9 @@ def build_parser(takes_runs: bool = True) -> argparse.ArgumentParser:
         PROG,
         usage="ddp-lab parity --choice NAME [--against NAME] [--ranks N] [--steps N] [flags of ddp-lab train]\n"
         "       ddp-lab parity RUN_A RUN_B [--yardstick RUN_C]",
-        description="Train a few steps in three runs: the choice, one process (or --against), and the second again "
-        "with other rounding. Name the first quantity that differs beyond rounding, with what usually causes it. Or "
+        description="Train a few steps in three runs: the choice, one process (or --against), and the second again\n"
+        "with other rounding. Name the first quantity that differs beyond rounding, with what usually causes it. Or\n"
         "compare two runs that ddp_lab.parity.watch has recorded (docs/parity.md).",
-        allow_abbrev=False,
     )
     if takes_runs:
         parser.add_argument("runs", nargs="*", metavar="RUN", help="recorded runs: the right one, and the other")

@@ -64,7 +64,6 @@ def build_parser(command: str = PLAN) -> argparse.ArgumentParser:
         description=__doc__,
         epilog=f"As the runner's (ddp-lab train zero1 --help): {known}",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=24, width=120),
-        allow_abbrev=False,
     )
     add, count, amount = parser.add_argument, at_least(1), at_least(0, float)
     if command == MEASURE:

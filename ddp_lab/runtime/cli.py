@@ -22,9 +22,11 @@ UNFIT = ("Cc", "Zl", "Zp", "Cs")
 
 class OneLineParser(argparse.ArgumentParser):
     """Reports a mistake in one line, once per node under `torchrun`, and exits with code 2. A name or path that would
-    break a line of a message or a record is one, and so is a number that is not of ASCII digits."""
+    break a line of a message or a record is one, and so is a number that is not of ASCII digits. Flags are written
+    out, and a description is printed as it stands."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
+        settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **settings}
         super().__init__(*args, **settings)
         for kind in (int, float):
             self.register("type", kind, ascii_number(kind))

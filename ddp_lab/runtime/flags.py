@@ -78,8 +78,6 @@ def build_parser(
         "%(prog)s CHOICE [--ranks N] [flags]" if prog else UNDER_TORCHRUN,
         description=description,
         epilog="\n\n".join((_listing("strategies", choices), _listing("workloads", WORKLOADS))),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         add_help=False,
     )
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
@@ -154,7 +152,7 @@ def with_config_file(arguments: Sequence[str], ignored: Collection[str] = ()) ->
     Raises:
         UserError: the file cannot be read, or has a key or a value that is not a flag's.
     """
-    finder = OneLineParser(add_help=False, allow_abbrev=False)
+    finder = OneLineParser(add_help=False)
     finder.add_argument("--config", type=Path)
     options, rest = finder.parse_known_args(arguments)
     return rest if options.config is None else [*_flags_in(options.config, ignored), *rest]

@@ -70,7 +70,6 @@ def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
         prog=known.sweep if known else "ddp-lab sweep",
         description="Train with every choice, in passes, report on each, and compare them.",
         usage=usage.format(*("", known.script) if known else ("FAMILY ", "the entrypoint")),
-        allow_abbrev=False,
     )
     help_on_family = argparse.SUPPRESS if known else ", ".join(FAMILIES)  # run_experiment_*.sh give it
     parser.add_argument("family", choices=list(FAMILIES), metavar="FAMILY", help=help_on_family)
