@@ -20,7 +20,8 @@ import ddp
 import sharding
 from ddp_lab.runtime.cli import OneLineParser, at_least
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.stream_checker.check import Seen, check, plain_loop
+from ddp_lab.stream_checker.check import STEPS, check, plain_loop
+from ddp_lab.stream_checker.device import Seen
 from tests.models import MODELS, build, make_batch
 
 CHOICES = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if not name.startswith("deepspeed")]
@@ -62,12 +63,12 @@ def rows_of(seen: dict[str, Seen], model: str, micro_batches: int) -> list[list[
         [
             f"`{name}`",
             str(sum(one.races.values())),
-            f"{sum(one.host_waits.values()) / 2:g}",
-            f"{one.waits_in_backward:g}",
-            f"{one.stalls:g}",
-            f"{one.collectives:g}",
-            f"{one.launches - alone.launches:+g}",
-            f"{(one.copied_bytes - alone.copied_bytes) / gradient_bytes:.2f} x",
+            f"{sum(one.host_waits.values()) / STEPS:g}",
+            f"{one.waits_in_backward / STEPS:g}",
+            f"{one.stalls / STEPS:g}",
+            f"{one.collectives / STEPS:g}",
+            f"{(one.launches - alone.launches) / STEPS:+g}",
+            f"{(one.copied_bytes - alone.copied_bytes) / STEPS / gradient_bytes:.2f} x",
         ]
         for name, one in seen.items()
     ]

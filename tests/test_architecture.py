@@ -93,7 +93,7 @@ LAYERS = (
         "ddp_lab.writing",
     ),
     ("ddp_lab.strategy",),
-    ("ddp_lab.runtime",),
+    ("ddp_lab.runtime", "ddp_lab.pretended"),
     STRATEGIES,
     tuple(f"ddp_lab.{name}" for name in ["families", "choices", "analysis", "sweep", "parity", "planner", "doctor"]),
     ("ddp_lab",),

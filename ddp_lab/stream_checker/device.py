@@ -3,7 +3,8 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,16 +12,16 @@ from unittest import mock
 import torch
 from torch import Tensor, UntypedStorage
 from torch._subclasses import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_lab.planner.costs.calls import tensors_in
+from ddp_lab.pretended.device import Event, Storages, Streams, pretended_streams, resizes_seen
 from ddp_lab.strategy.exchange import Exchange
+from ddp_lab.strategy.modules import tensors_in
 from ddp_lab.strategy.verdict import ReadLater
-from ddp_lab.stream_checker.order import Event, Memory, Stream
+from ddp_lab.stream_checker.order import Memory, OrderedStream
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = (str(Path(__file__).parent), str(ROOT / ".venv"))
+OWN = (str(Path(__file__).parent), str(ROOT / "ddp_lab" / "pretended"), str(ROOT / ".venv"))
 WAITING = frozenset(("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"))
 """Operators whose answer the host needs, so it waits until the device has come so far."""
 COPIES = frozenset(("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::clone")) | frozenset(
@@ -28,39 +29,60 @@ COPIES = frozenset(("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::c
 )
 
 
+@dataclass
+class Seen:
+    """What a strategy did in all steps that were recorded.
+
+    Attributes:
+        races: How often each race was found.
+        host_waits: By place in the code, how often the host waited for the device.
+        launches: Operators that touch memory.
+        collectives: How many were issued, in all groups.
+        waits_in_backward: How often a stream waited for a collective in backward, where it could compute.
+        stalls: How often a synchronous collective was issued behind others of its group in flight. NCCL runs the
+            collectives of a group one after the other (`ncclLaunchPrepare`), so the current stream stands still until
+            they end.
+        copied_bytes: Bytes written by operators that only copy, those of the model among them.
+        losses: Of all steps; empty if they are not finite because of a race.
+    """
+
+    races: Counter[str]
+    host_waits: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
+    collectives: int = 0
+    waits_in_backward: int = 0
+    stalls: int = 0
+    copied_bytes: int = 0
+    losses: list[float | None] = field(default_factory=list)
+
+
 class Device(TorchDispatchMode):
     """Records while it is the current mode and `is_recording`.
 
+    Args:
+        is_late: Collectives end when they are waited for, and until then outputs are NaN. Otherwise they end at once.
+
     Attributes:
-        compute: The stream in which the host issues operators unless it says otherwise.
-        current: The stream in which it does so now.
-        launches: Operators that touch memory.
-        copied_bytes: Bytes that operators wrote that only copy.
-        waits: By place in the code, how often the host waited for the device.
-        collectives: How many were issued, in all groups.
-        collective_waits: How often a stream was made to wait for one.
-        stalls: How often a synchronous one was issued behind others of its group in flight. NCCL runs the collectives
-            of a group one after the other (`ncclLaunchPrepare`), so the current stream stands still until they end.
         sent: Of each dtype and shape, what was last sent to another rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_late: bool = True) -> None:
         super().__init__()
-        self.compute = self.current = Stream("compute")
+        self.is_late, self.is_recording = is_late, False
+        self.streams = Streams(OrderedStream(), OrderedStream)
         self.memory = Memory()
-        self.is_recording = False
-        self.launches = self.copied_bytes = self._streams = 0
-        self.waits: Counter[str] = Counter()
-        self.collectives = self.collective_waits = self.stalls = 0
+        self.seen = Seen(self.memory.races)
         self.sent: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
-        self._of_host: dict[int, StorageWeakRef] = {}
+        self._of_host = Storages[bool](lambda _: None)
 
     def is_pinned(self, tensor: Tensor) -> None:
         """From now on, `tensor` is one of the host, and so is all that is made of it alone."""
-        self._of_host[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
+        self._of_host.add(tensor.untyped_storage(), True)
 
-    def is_of_host(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._of_host
+    def host_reads(self, tensor: Tensor) -> None:
+        """The host waits for the device, unless `tensor` is one of its own."""
+        if self.is_recording and not self._of_host.of(tensor):
+            self.seen.host_waits[place()] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,32 +90,41 @@ class Device(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor calls the operators on its own part
-        name = func._schema.name
-        inputs = tensors_in((*args, *kwargs.values()))
-        if inputs and all(map(self.is_of_host, inputs)):
-            answer = func(*args, **kwargs)
-            for tensor in tensors_in((answer,)):
+        answer = func(*args, **kwargs)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(answer)
+        if inputs and all(map(self._of_host.of, inputs)):
+            for tensor in outputs:
                 self.is_pinned(tensor)
             return answer
-        if name in WAITING:
-            self.waits[place()] += 1
-        self.memory.look_for_freed()
-        reads, writes = accessed(func, args, kwargs)
-        if reads or writes:
-            self._record(name, reads, writes)
-        answer = func(*args, **kwargs)
-        if not is_view(func):
-            made = [tensor for tensor in tensors_in((answer,)) if all(tensor is not old for old in (*reads, *writes))]
-            if made:
-                self.memory.allocated(self.current)
-                self._record(name, [], made, launches=not (reads or writes))
-            self.launches += 1
-            if name in COPIES:
-                self.copied_bytes += sum(tensor.nbytes for tensor in (writes or made))
+        schema = func._schema
+        if schema.name in WAITING:
+            self.host_reads(inputs[0])
+        if func.is_view:
+            return answer
+        # What it touches
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        changed = [
+            argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
+        ]
+        written = tensors_in([given.get(name) for name in changed])
+        known = {*map(id, inputs)}
+        made = [tensor for tensor in outputs if id(tensor) not in known]
+        reads = [tensor for tensor in inputs if all(tensor is not other for other in written)]
+        if made:
+            self.memory.allocated(self.streams.current)
+        what = f"{schema.name.removeprefix('aten::')} at {place()}"
+        self.memory.access(self.streams.current, reads, [*written, *made], what)
+        self.seen.launches += 1
+        if schema.name in COPIES:
+            self.seen.copied_bytes += sum(tensor.nbytes for tensor in (written or made))
         return answer
 
-    def _record(self, name: str, reads: list[Tensor], writes: list[Tensor], launches: bool = True) -> None:
-        self.memory.access(self.current, reads, writes, lambda: f"{name.removeprefix('aten::')} at {place()}")
+    def resized(self, storage: UntypedStorage, before: int) -> None:
+        """A storage has changed its size; `before`: the bytes that it had."""
+        if self.is_recording and storage.nbytes() < before:
+            self.memory.free(storage, f"resize_({storage.nbytes()}) at {place()}")
+        if self.is_recording and storage.nbytes() > before:
+            self.memory.allocated(self.streams.current)
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -103,54 +134,6 @@ class Device(TorchDispatchMode):
             yield
         finally:
             self.is_recording = before
-
-    def new_stream(self, *_: Any, **__: Any) -> Stream:
-        self._streams += 1
-        return Stream(f"side stream {self._streams}")
-
-    @contextmanager
-    def switch(self, stream: Stream) -> Iterator[None]:
-        """As `torch.cuda.stream`."""
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-
-class DeviceEvent(Event):
-    """As `torch.cuda.Event`."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self._device = device
-
-    def record(self, stream: Stream | None = None) -> None:
-        (stream or self._device.current).record_event(self)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self._device.current).wait_event(self)
-
-
-def is_view(func: Any) -> bool:
-    """Whether an operator only gives another view of a tensor."""
-    return not func._schema.is_mutable and any(
-        result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
-    )
-
-
-def accessed(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator reads, and those that it writes in place."""
-    reads: list[Tensor] = []
-    writes: list[Tensor] = []
-    if is_view(func):
-        return reads, writes
-    named = {argument.name: argument for argument in func._schema.arguments}
-    pairs = [*zip(func._schema.arguments, args, strict=False), *((named[key], value) for key, value in kwargs.items())]
-    for argument, value in pairs:
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if is_written else reads).extend(tensors_in((value,)))
-    return reads, writes
 
 
 def place() -> str:
@@ -167,58 +150,26 @@ def place() -> str:
 @contextmanager
 def pretended_device(device: Device) -> Iterator[None]:
     """Within this context the CPU is a device with streams, and values that are read later are not here yet."""
-
-    plain_begin = ReadLater.__init__
+    plain_begin, plain_list = ReadLater.__init__, Tensor.tolist
 
     def begin(later: ReadLater, tensor: Tensor) -> None:
         plain_begin(later, tensor.clone())  # the copy to pinned memory
-        later.is_here = False
-
-    def read(later: ReadLater) -> Tensor:
+        later.is_here, later._event = False, Event()  # type: ignore[assignment]
         device.is_pinned(later._host)
-        return later._host
-
-    def on_host(method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with device.on_host():
-                return method(*args, **kwargs)
-
-        return call
-
-    plain_resize = UntypedStorage.resize_
-
-    def resize(storage: UntypedStorage, size: int) -> Any:
-        if device.is_recording and size < storage.nbytes():
-            device.memory.free(storage, f"resize_({size}) at {place()}")
-        if device.is_recording and size > storage.nbytes():
-            device.memory.allocated(device.current)
-        return plain_resize(storage, size)
-
-    plain_list = Tensor.tolist
 
     def tolist(tensor: Tensor) -> Any:  # it calls no operator
-        if device.is_recording and not device.is_of_host(tensor):
-            device.waits[place()] += 1
+        device.host_reads(tensor)
         return plain_list(tensor)
 
-    def current_stream(_: Any = None) -> Any:
-        return device.current
-
-    streams = {
-        "Stream": device.new_stream,
-        "Event": lambda *_, **__: DeviceEvent(device),
-        "current_stream": current_stream,
-        "stream": device.switch,
-    }
-    with ExitStack() as stack:
-        for name, made in streams.items():
-            stack.enter_context(mock.patch.object(torch.cpu, name, made))
-        for name in ("_begin", "_finish"):  # of an exchange, whose tensors are the host's
-            stack.enter_context(mock.patch.object(Exchange, name, on_host(getattr(Exchange, name))))
-        stack.enter_context(mock.patch.object(Exchange, "shares_stay_on_device", True))
-        stack.enter_context(mock.patch.object(ReadLater, "__init__", begin))  # its name is imported elsewhere, too
-        stack.enter_context(mock.patch.object(ReadLater, "tensor", read))
-        stack.enter_context(mock.patch.object(UntypedStorage, "resize_", resize))
-        stack.enter_context(mock.patch.object(Tensor, "tolist", tolist))
-        stack.enter_context(device)
+    with (
+        pretended_streams(device.streams),
+        # Tensors of an exchange are the host's
+        mock.patch.multiple(
+            Exchange, _begin=device.on_host()(Exchange._begin), _finish=device.on_host()(Exchange._finish)
+        ),
+        mock.patch.object(ReadLater, "__init__", begin),  # its name is imported elsewhere, too
+        mock.patch.object(Tensor, "tolist", tolist),
+        resizes_seen(device.resized),
+        device,
+    ):
         yield

@@ -1,68 +1,61 @@
-# mypy: disable-error-code="override, assignment"
+# mypy: disable-error-code="override"
 """A process group as NCCL's is: a collective runs on a stream of the group, and to wait for it only orders streams.
 
-Ranks are symmetric: each is taken to hold what this one holds. So a sum is a multiple, a gathered tensor repeats this
-rank's part, and a message that is received is the latest of its kind that this rank has sent. Torch 2.15's `nccl` is
-the model (docs/status.md): synchronous collectives run on the current stream, `get_future` makes the current stream
-wait, and a collective keeps its inputs alive until it is waited for; its outputs live as long as its handle.
+Torch 2.15's `nccl` is the model (docs/status.md): synchronous collectives run on the current stream, `get_future` makes
+the current stream wait, and a collective keeps its inputs alive until it is waited for; its outputs live as long as its
+handle. A message that is received is the latest of its form that this rank has sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.planner.simulation.process_group import GroupWithoutBackend
+from ddp_lab.pretended.group import TIMEOUT, Fill, Group, Work
 from ddp_lab.stream_checker.device import Device, place
-from ddp_lab.stream_checker.order import Stream
+from ddp_lab.stream_checker.order import OrderedStream
 
 CONFIG = "cpu:nccl"
 """Tensors of the pretended device lie on the CPU, and NCCL is said to carry them."""
 
 
-class Flight(dist._Work):
-    """A collective under way.
-
-    Args:
-        arrive: Puts the results where they belong; None if they are there.
-    """
+class Flight(Work):
+    """A collective under way in `stream`. `results`: what its outputs hold when they arrive."""
 
     def __init__(
         self,
         group: "CheckedGroup",
-        stream: Stream,
+        stream: OrderedStream,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        arrive: Callable[[], None] | None = None,
+        results: Sequence[Tensor],
     ) -> None:
-        super().__init__()
-        self._group, self._inputs, self._outputs, self._arrive = group, inputs, list(outputs), arrive
-        group.inputs.append(inputs)
-        self._end = stream.record_event()
+        super().__init__(group.shared.streams, stream.point(), outputs)
+        self._group, self._inputs, self._results = group, inputs, results
+        group.in_flight.append(inputs)
         self._is_waited_for = False
 
-    def wait(self, timeout: Any = None) -> bool:
-        device = self._group.device
-        device.current.wait_event(self._end)
+    def arrive(self) -> None:
+        """The outputs hold the results from now on."""
+        with self._group.shared.on_host():
+            for output, result in zip(self._outputs, self._results, strict=True):
+                if output.untyped_storage().nbytes():
+                    output.copy_(result)
+
+    def wait(self, timeout: Any = TIMEOUT) -> bool:
+        super().wait()
+        device, group = self._group.shared, self._group
         if not self._is_waited_for:
             self._is_waited_for = True
-            device.collective_waits += device.is_recording
-            self._group.inputs = [one for one in self._group.inputs if one is not self._inputs]
-            with device.on_host():
-                if self._arrive is not None:
-                    self._arrive()
+            device.seen.waits_in_backward += device.is_recording and torch._C._current_graph_task_id() != -1
+            group.in_flight = [inputs for inputs in group.in_flight if inputs is not self._inputs]
+            if device.is_late:
+                self.arrive()
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         return self._is_waited_for  # not before: the device is as late as it may be
-
-    def is_success(self) -> bool:
-        return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
@@ -71,105 +64,51 @@ class Flight(dist._Work):
         return done
 
 
-class CheckedGroup(GroupWithoutBackend):
+class CheckedGroup(Group):
     """See the module's docstring.
 
-    Args:
-        is_late: Results arrive when they are waited for, and until then outputs are NaN. Otherwise they arrive at once.
-
     Attributes:
-        inputs: Of the collectives that nobody has waited for.
+        in_flight: The inputs of collectives that nobody has waited for; none of those between hosts.
     """
 
-    def __init__(self, device: Device, ranks: Sequence[int], rank: int, is_late: bool, name: str) -> None:
-        super().__init__(ranks, rank, CONFIG, name)
-        self.device, self.is_late = device, is_late
-        self.stream = Stream(f"stream of group {name}")
-        self.inputs: list[Sequence[Tensor]] = []
+    def __init__(self, shared: Device, ranks: Sequence[int], rank: int, config: str, name: str) -> None:
+        super().__init__(shared, ranks, rank, config, name)
+        self.stream = OrderedStream()
+        self.in_flight: list[Sequence[Tensor]] = []
 
-    def like_this(self, ranks: Sequence[int], rank: int, config: str, name: str) -> "CheckedGroup":
-        return CheckedGroup(self.device, ranks, rank, self.is_late, name)
-
-    def _issue(self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], opts: Any, results: Any) -> Flight:
-        """
-        Args:
-            results: Makes the new values of `outputs`.
-        """
-        device = self.device
+    def _issue(
+        self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], fill: Fill, opts: Any = None
+    ) -> Flight:
+        device = self.shared
         with device.on_host():
-            values = [value.clone() for value in results()]
+            results = [output.clone() for output in outputs]
+            fill(results)
         if not device.is_recording:
-            return self._arrived(outputs, values)
-        stream = device.current
-        device.collectives += 1
+            flight = Flight(self, device.streams.current, (), outputs, results)
+            flight.arrive()
+            return flight
+        stream = device.streams.current
+        device.seen.collectives += 1
         if getattr(opts, "asyncOp", True):
-            self.stream.wait_stream(device.current)
             stream = self.stream
-        elif any(self.inputs):  # those of hosts are empty
-            device.stalls += 1
-        said = f"{kind} issued at {place()}"
-        device.memory.access(stream, inputs, outputs, lambda: said)
-
-        def arrive() -> None:
-            for output, value in zip(outputs, values, strict=True):
-                if output.untyped_storage().nbytes():
-                    output.copy_(value.view_as(output))
-
-        if self.is_late and stream is self.stream:
+            stream.wait_stream(device.streams.current)
+        elif any(self.in_flight):
+            device.seen.stalls += 1
+        device.memory.access(stream, inputs, outputs, f"{kind} issued at {place()}")
+        flight = Flight(self, stream, inputs, outputs, results)
+        if device.is_late and stream is self.stream:
             with device.on_host():
                 for output in outputs:
                     output.fill_(float("nan") if output.is_floating_point() else -1)
         else:
-            with device.on_host():
-                arrive()
-        return Flight(self, stream, inputs, outputs, arrive if self.is_late else None)
+            flight.arrive()
+        return flight
 
-    def _arrived(self, outputs: Sequence[Tensor], values: Sequence[Tensor]) -> Flight:
-        with self.device.on_host():
-            for output, value in zip(outputs, values, strict=True):
-                output.copy_(value.view_as(output))
-        return Flight(self, self.device.current, (), outputs)
+    def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Work:
+        with self.shared.on_host():
+            self.shared.sent.update({(tensor.dtype, tensor.shape): tensor.clone() for tensor in tensors})
+        return super().send(tensors, receiver, tag)
 
-    def _sum(self, tensor: Tensor, opts: Any) -> Tensor:
-        """Over ranks that all hold the same."""
-        is_sum = opts is None or opts.reduceOp == dist.ReduceOp.SUM
-        return tensor * len(self.ranks) if is_sum else tensor
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Flight:
-        return self._issue("all_reduce", tensors, tensors, opts, lambda: [self._sum(one, opts) for one in tensors])
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Flight:
-        return self._issue("broadcast", tensors, tensors, opts, lambda: tensors)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Flight:
-        flat = [tensor for received in outputs for tensor in received]
-        return self._issue("all_gather", inputs, flat, opts, lambda: [inputs[0]] * len(flat))
-
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Flight:
-        return self._issue("all_gather", [own], [output], opts, lambda: [own.reshape(-1).repeat(len(self.ranks))])
-
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Flight:
-        def results() -> list[Tensor]:
-            return [self._sum(whole.reshape(len(self.ranks), -1)[self._rank], opts)]
-
-        return self._issue("reduce_scatter", [whole], [output], opts, results)
-
-    def all_to_all_single(
-        self, output: Tensor, whole: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Flight:
-        def results() -> list[Tensor]:
-            return [whole.reshape(len(self.ranks), -1)[self._rank].repeat(len(self.ranks))]
-
-        return self._issue("all_to_all", [whole], [output], opts, results)
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Flight:
-        with self.device.on_host():
-            self.device.sent.update({(one.dtype, one.shape): one.clone() for one in tensors})
-        return self._issue("send", tensors, [], None, list)
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Flight:
-        sent = self.device.sent
-        return self._issue("receive", [], tensors, None, lambda: [sent[one.dtype, one.shape] for one in tensors])
-
-    def barrier(self, opts: Any = None) -> Flight:
-        return self._issue("barrier", [], [], opts, list)
+    def recv(self, tensors: list[Tensor], sender: int, tag: int = 0) -> Work:
+        sent = [self.shared.sent[tensor.dtype, tensor.shape] for tensor in tensors]
+        return self._issue("receive", [], tensors, lambda filled: torch._foreach_copy_(list(filled), sent))

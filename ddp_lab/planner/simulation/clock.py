@@ -15,14 +15,22 @@ Compute is slower by one factor, `contention`, while a collective is in flight, 
 On CUDA the host runs ahead. Where it does not, the device waits: an operator begins once the host has issued it. What
 the host issues in a side stream may have begun before the compute that was issued earlier was done. Such a collective
 is brought up to the present when it is issued, and the compute that it would have slowed down is made up for after it.
+
+Only FSDP2 uses streams of its own, so that collectives go on beside compute. A collective that is waited for within a
+side stream blocks that stream alone. Whoever waits for the stream, or for an event in it, waits for the collective.
+What is issued in a side stream may begin when everything that this stream has waited for was done, however much compute
+the host has issued meanwhile: FSDP2 gathers a block's parameters beside the block before it, for which its streams do
+not wait. The host is taken to run ahead as far as that needs. Operators in a side stream (copies into and out of
+buffers) take the time of the compute stream, since both need the same memory bandwidth.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_lab.planner.contracts import CollectiveCost
+from ddp_lab.pretended.device import Stream
 
 
 @dataclass(eq=False)
@@ -207,3 +215,35 @@ class Clock:
             if not flight.latency_left_s and not flight.transfer_left_s:
                 self._end(flight, self.now_s)
         return step
+
+
+Point = tuple[float, Sequence[Flight]]
+"""Of a stream: when all is done that was issued in it, or that it has waited for, collectives left out; and these."""
+
+
+class ComputeStream(Stream):
+    """The stream in which operators run: to wait for a collective lets time pass."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def point(self) -> Point:
+        return self._clock.now_s, ()
+
+    def follow(self, point: Point) -> None:
+        for flight in point[1]:
+            self._clock.wait(flight)
+
+
+class SideStream(Stream):
+    """Keeps what it waits for."""
+
+    def __init__(self) -> None:
+        self._point: Point = 0.0, ()
+
+    def point(self) -> Point:
+        return self._point
+
+    def follow(self, point: Point) -> None:
+        (own_s, flights), (reached_s, more) = self._point, point
+        self._point = max(own_s, reached_s), [flight for flight in (*flights, *more) if not flight.is_done]

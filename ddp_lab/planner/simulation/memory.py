@@ -6,16 +6,14 @@ says which tensors are parameters, gradients and optimizer states; any other ten
 buffer.
 """
 
-import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ddp_lab.planner.contracts import COMPONENTS, MODEL_STATES, MemoryCurve
 from ddp_lab.planner.simulation.network import holds_data
+from ddp_lab.pretended.device import Storages
 
 HOST = "host"
 """Instead of a component: the tensor is in host memory, though it holds no data, and does not count."""
@@ -29,8 +27,7 @@ class Held:
 
     nbytes: int
     component: str
-    ref: Any
-    rounded: int = 0
+    rounded: int
 
 
 class MemoryTracker:
@@ -46,7 +43,7 @@ class MemoryTracker:
 
     def __init__(self, is_cuda: bool) -> None:
         self._is_cuda, self._block = is_cuda, CUDA_BLOCK if is_cuda else 1
-        self._held: dict[int, Held] = {}
+        self._held = Storages[Held](self._forget)
         self._bytes = dict.fromkeys(COMPONENTS, 0)
         self._total = 0
         self._is_recording = self.has_host = False
@@ -56,18 +53,16 @@ class MemoryTracker:
         """Count those storages of `tensors` as `component` that are not counted yet. `anywhere`: on the host,
         too."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._held and (anywhere or not (self._is_cuda and holds_data(tensor))):
-                nbytes = storage.nbytes()
-                held = self._held[key] = Held(nbytes, component, weakref.ref(storage, partial(self._forget, key)))
-                held.rounded = -(-nbytes // self._block) * self._block
+            if self._held.of(tensor) is None and (anywhere or not (self._is_cuda and holds_data(tensor))):
+                storage = tensor.untyped_storage()
+                held = Held(storage.nbytes(), component, self._rounded(storage.nbytes()))
+                self._held.add(storage, held)
                 self._change(component, held.rounded)
 
     def assign(self, tensors: Iterable[Tensor], component: str, unless: Iterable[str] = ()) -> None:
         """Count the storages of `tensors` as `component` from now on, except those that count as one of `unless`."""
         for tensor in tensors:
-            held = self._held.get(tensor.untyped_storage()._cdata)
+            held = self._held.of(tensor)
             if held is None:
                 self.note([tensor], component)
             elif held.component not in (component, HOST, *unless):
@@ -79,18 +74,20 @@ class MemoryTracker:
 
     def are_states(self, tensors: Iterable[Tensor]) -> bool:
         """Whether all of `tensors` count as states of the model."""
-        held = (self._held.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        held = map(self._held.of, tensors)
         return all(one is not None and one.component in MODEL_STATES for one in held)
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether it has been assigned to `HOST`."""
-        held = self._held.get(tensor.untyped_storage()._cdata)
+        held = self._held.of(tensor)
         return held is not None and held.component == HOST
 
-    def resized(self, storage: Any) -> None:
-        """A storage has changed its size."""
+    def resized(self, storage: UntypedStorage, before: int) -> None:
+        """A storage has changed its size; `before`: the bytes that it had."""
         if held := self._held.get(storage._cdata):
-            self._resize(held, storage.nbytes())
+            held.nbytes, rounded = storage.nbytes(), self._rounded(storage.nbytes())
+            change, held.rounded = rounded - held.rounded, rounded
+            self._change(held.component, change)
 
     def component_bytes(self, component: str) -> int:
         """As requested, not rounded."""
@@ -117,15 +114,11 @@ class MemoryTracker:
         highest = max(self._highest, key=self._highest.__getitem__)
         return MemoryCurve(dict(self._bytes), self._peaks[highest], self._peaks)
 
-    def _forget(self, key: int, _: object) -> None:
-        held = self._held.pop(key, None)
-        if held is not None:
-            self._change(held.component, -held.rounded)
+    def _forget(self, held: Held) -> None:
+        self._change(held.component, -held.rounded)
 
-    def _resize(self, held: Held, nbytes: int) -> None:
-        rounded = -(-nbytes // self._block) * self._block
-        change, held.nbytes, held.rounded = rounded - held.rounded, nbytes, rounded
-        self._change(held.component, change)
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._block) * self._block
 
     def _change(self, component: str, size: int) -> None:
         if not size or component == HOST:

@@ -35,6 +35,7 @@ from ddp_lab.planner.simulation.clock import Clock, Flight
 from ddp_lab.planner.simulation.memory import MemoryTracker
 from ddp_lab.planner.simulation.network import CannotSimulate, StepObserver, holds_data
 from ddp_lab.planner.simulation.repeated import Known, Maker, form_of, key_of, known, namespace_of, pattern_of
+from ddp_lab.pretended.device import resizes_seen
 
 aten = torch.ops.aten
 MOST_REAL = 2**22
@@ -233,19 +234,14 @@ def without_data(device: PretendedDevice, memory: MemoryTracker, pretends_cuda: 
     Args:
         pretends_cuda: Take the defaults that optimizers have for parameters on CUDA.
     """
-    plain_resize, plain_pointer = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
-
-    def resize(storage: Any, size: int) -> Any:
-        answer = plain_resize(storage, size)
-        memory.resized(storage)
-        return answer
+    plain_pointer = torch.UntypedStorage.data_ptr
 
     def pointer(storage: Any) -> int:
         return storage._cdata if storage.device.type == "meta" else plain_pointer(storage)
 
     with ExitStack() as stack:
         patch = mock.patch.object
-        stack.enter_context(patch(torch.UntypedStorage, "resize_", resize))
+        stack.enter_context(resizes_seen(memory.resized))
         stack.enter_context(patch(torch.UntypedStorage, "data_ptr", pointer))
         stack.enter_context(patch(FakeTensor, "data_ptr", address, create=True))
         if pretends_cuda:

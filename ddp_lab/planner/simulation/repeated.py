@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs.calls import tensors_in
+from ddp_lab.pretended.device import begin, extent
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -134,19 +135,6 @@ def part_of_pattern(part: Any, inputs: Sequence[Tensor], places: Mapping[int, in
     if type(part) not in CONSTANTS:
         raise ValueError("not of known form")
     return part
-
-
-def begin(tensor: Tensor) -> int:
-    """In bytes of its storage."""
-    return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def extent(tensor: Tensor) -> int:
-    """Bytes from its first to its last element."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 class Maker:

@@ -20,19 +20,18 @@ from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.costs.links import LinkCosts
 from ddp_lab.planner.model import first_line
-from ddp_lab.planner.simulation.clock import Clock
+from ddp_lab.planner.simulation.clock import Clock, ComputeStream, SideStream
 from ddp_lab.planner.simulation.memory import HOST, MemoryTracker
 from ddp_lab.planner.simulation.meshed import Forms, evenly_routed, groups_of, load, on_mesh, pipeline_of, speaker
-from ddp_lab.planner.simulation.network import CannotSimulate, Issued, Network, StepObserver
+from ddp_lab.planner.simulation.network import CannotSimulate, Issued, Network, StepObserver, TimedGroup
 from ddp_lab.planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
-from ddp_lab.planner.simulation.process_group import pretended_world
 from ddp_lab.planner.simulation.side_by_side import side_by_side
-from ddp_lab.planner.simulation.streams import Streams, pretended_streams
+from ddp_lab.pretended.device import Streams, pretended_streams
+from ddp_lab.pretended.group import default_group
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import train
 from ddp_lab.runtime.mesh import PIPELINE
 from ddp_lab.strategy.batches import StepData, sample_count
-from ddp_lab.strategy.exchange import Exchange
 from ddp_lab.strategy.strategy import Strategy
 from pipeline_parallel.stage import Handover, Stages
 
@@ -95,10 +94,10 @@ class Simulation:
         self.clock = Clock(costs.contention, costs.host_s)
         self.observer = StepObserver()
         self.is_cuda = cluster.device.kind == "cuda"
-        self.streams = Streams(self.clock)
+        self.streams = Streams(ComputeStream(self.clock), SideStream)
         self.memory = MemoryTracker(self.is_cuda)
         by_backend = {"gloo": LinkCosts(host_of(cluster)), cluster.backend: costs.collectives}
-        self.network = Network(cluster, by_backend, self.streams, self._on_issue)
+        self.network = Network(cluster, by_backend, self.clock, self.streams, self._on_issue)
         guards = self.network.guards
         host = hardware.host(cluster.ranks_per_node)
         self.device = PretendedDevice(
@@ -118,11 +117,12 @@ class Simulation:
             for place in NEEDS_DATA:
                 holder, _, name = place.partition(":")
                 stack.enter_context(on_data(import_module(holder), name))
-            stack.enter_context(pretended_world(self.network, self.rank))
-            groups = stack.enter_context(groups_of(config, self.network.cluster))
+            cluster = self.network.cluster
+            backend = f"cpu:{cluster.backend}"  # tensors without data are said to lie on the CPU
+            stack.enter_context(default_group(TimedGroup, self.network, cluster.world_size, self.rank, backend))
+            groups = stack.enter_context(groups_of(config, cluster))
             if self.is_cuda:
                 stack.enter_context(pretended_streams(self.streams))
-                stack.enter_context(mock.patch.object(Exchange, "shares_stay_on_device", True))
             if config.has_experts:
                 stack.enter_context(evenly_routed(self.is_cuda, self.clock.read_by_host))
             stack.enter_context(without_data(self.device, self.memory, self.is_cuda))
