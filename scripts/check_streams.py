@@ -8,6 +8,7 @@ It prints the table of docs/gpu.md. Exit code 0: no race. 1: a race was found; i
 
 import os
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,15 +17,13 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 
-import ddp
-import sharding
+from ddp_lab.choices import CHOICES, load
 from ddp_lab.runtime.cli import OneLineParser, at_least
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.stream_checker.check import STEPS, check, plain_loop
+from ddp_lab.stream_checker.check import STEPS, adamw, check, plain_loop
 from ddp_lab.stream_checker.device import Seen
 from tests.models import MODELS, build, make_batch
 
-CHOICES = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if not name.startswith("deepspeed")]
 COLUMNS = ("strategy", "races", "waits of the host", "waits in backward", "stalls", "collectives", "launches", "copied")
 IN_BUCKETS = ("bucket_ddp_async", "baseline", "zero1", "zero2", "pytorch_ddp", "pytorch_ddp_plain", "pytorch_zero1")
 SMALL_MB = 0.003
@@ -52,7 +51,8 @@ def main() -> int:
 def look(choice: str, model: str, micro_batches: int) -> Seen:
     """Buckets are small beside the model, as they are beside a large one."""
     options = StrategyOptions(bucket_cap_mb=SMALL_MB) if choice in IN_BUCKETS else StrategyOptions()
-    return check(choice, partial(build, model), partial(make_batch, model, 3), micro_batches, options)
+    make_strategy = lambda: nullcontext(load(choice)(build(model), adamw, options))  # noqa: E731
+    return check(make_strategy, partial(make_batch, model, 3), micro_batches)
 
 
 def rows_of(seen: dict[str, Seen], model: str, micro_batches: int) -> list[list[str]]:

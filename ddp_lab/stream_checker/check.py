@@ -1,22 +1,17 @@
 """Runs steps of a strategy on the pretended device, and says what was seen."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.choices import load
 from ddp_lab.pretended.group import default_group
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import train
-from ddp_lab.runtime.mesh import ShardGroups
 from ddp_lab.strategy.batches import StepData
-from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.strategy import Strategy
 from ddp_lab.stream_checker.device import Device, Seen, pretended_device
 from ddp_lab.stream_checker.group import CONFIG, CheckedGroup
@@ -26,37 +21,27 @@ Batch = dict[str, Tensor]
 
 
 def check(
-    choice: str,
-    make_module: Callable[[], nn.Module],
+    make_strategy: Callable[[], AbstractContextManager[Strategy]],
     make_batch: Callable[[int], Batch],
     micro_batches: int = 1,
-    options: StrategyOptions | None = None,
     clip_grad_norm: float | None = None,
     is_late: bool = True,
-    shard_size: int | None = None,
     also: Callable[[Strategy], None] = lambda strategy: None,
-    made: Callable[[], AbstractContextManager[Strategy]] | None = None,
 ) -> Seen:
-    """Train a few steps of `choice` as rank 0 of `RANKS`, and hold every access to memory against the others.
+    """Train a few steps as rank 0 of `RANKS`, and hold every access to memory against the others.
 
     Args:
+        make_strategy: Called where all ranks are pretended.
         make_batch: Makes a micro-batch from a seed.
         is_late: Collectives end when they are waited for, and not before. Otherwise they end at once.
-        shard_size: Over how many ranks model states are sharded, if not over all (`sharding.options.replicas`).
         also: Something else to do with the strategy, between the first recorded step and the others.
-        made: Makes the strategy in another way than over `make_module` on all ranks: in stages of a pipeline.
     """
     read_no_masks()
     device = Device(is_late)
-
-    def plainly() -> AbstractContextManager[Strategy]:
-        settings = replace(options or StrategyOptions(), shard_groups=shard_groups(shard_size) if shard_size else None)
-        return nullcontext(load(choice)(make_module(), adamw, settings))
-
     with (
         default_group(CheckedGroup, device, RANKS, 0, CONFIG),
         pretended_device(device),
-        (made or plainly)() as strategy,
+        make_strategy() as strategy,
     ):
         batches = [make_batch(index) for index in range(micro_batches)]
         step = StepData(RANKS * len(next(iter(batches[0].values()))) * micro_batches, batches)
@@ -77,13 +62,6 @@ def check(
             device.seen.losses = []
         device.is_recording = False
     return device.seen
-
-
-def shard_groups(size: int) -> ShardGroups:
-    """Those of rank 0, where neighbours shard."""
-    shard, replicate = dist.new_group(list(range(size))), dist.new_group(list(range(0, RANKS, size)))
-    assert isinstance(shard, dist.ProcessGroup) and isinstance(replicate, dist.ProcessGroup), "rank 0 is in both"
-    return ShardGroups(shard, replicate)
 
 
 def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int], Batch], micro_batches: int) -> Seen:

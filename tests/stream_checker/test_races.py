@@ -11,13 +11,12 @@ from torch import nn
 import ddp
 import sharding
 from ddp_lab.commands.check_gpu import ROOT
-from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.stream_checker.check import STEPS, check
 from pipeline_parallel.schedules import SCHEDULES
 from scripts import check_streams
 from tests.in_process import run_in_process
-from tests.models import build, make_batch
-from tests.parity import in_stages, strategy_of
+from tests.models import make_batch
+from tests.parity import Case, in_stages, strategy_of
 from tests.stream_checker.planted import PLANTED
 from tests.tables import by_default
 
@@ -38,11 +37,11 @@ def one_thread():
 def checked(choice, model="llama", micro_batches=1, **more):
     options = {"bucket_cap_mb": 0.0005} if choice in IN_BUCKETS else {}
     options |= more.pop("options", {})
-    if schedule := more.pop("schedule", ""):
-        more["made"] = partial(strategy_of, in_stages(choice, "dp=2,pp=2", model, schedule, "fused", **options))
-    return check(
-        choice, partial(build, model), partial(make_batch, model, 3), micro_batches, StrategyOptions(**options), **more
-    )
+    schedule, mesh = more.pop("schedule", ""), more.pop("mesh", "dp=4")
+    case = Case(choice, model, mesh, options, optimizer="fused")
+    if schedule:
+        case = in_stages(choice, "dp=2,pp=2", model, schedule, "fused", **options)
+    return check(partial(strategy_of, case), partial(make_batch, model, 3), micro_batches, **more)
 
 
 ALONE = ("simple_ddp", "simple_ddp_async", "flat_ddp", "bucket_ddp_async", "zero1", "zero2", "zero3", "pytorch_zero3")
@@ -88,18 +87,19 @@ def test_no_race_under_any_module(choice):
         check_late_and_early(choice, model, micro_batches, clip_grad_norm=0.1)
 
 
+HSDP = "replicate=2,shard=2"
 CAST = {"param_dtype": "bf16"}
 SCALED = {"precision": "fp16", "loss_scale": 2.0**10}
 """The loss scale stays on the device."""
 SETTINGS = [
-    *((choice, "normed", {"shard_size": 2}) for choice in ("zero1", "zero2", "zero3", "pytorch_zero3")),
+    *((choice, "normed", {"mesh": HSDP}) for choice in ("zero1", "zero2", "zero3", "pytorch_zero3")),
     *((choice, "branching", {"find_unused_parameters": True}) for choice in ("bucket_ddp_async", "zero2", "zero3")),
     *((choice, "llama", CAST) for choice in ("zero2", "zero3")),
     *((choice, "llama", SCALED) for choice in HAND_WRITTEN),
     *((choice, "plain", {"compress": "int8"}) for choice in ddp.CHOICES),
 ]
 TRIED = [
-    ("zero3", "normed", {"shard_size": 2}),
+    ("zero3", "normed", {"mesh": HSDP}),
     ("zero2", "branching", {"find_unused_parameters": True}),
     ("zero3", "llama", CAST),
     ("bucket_ddp_async", "llama", SCALED),
@@ -111,17 +111,17 @@ TRIED = [
 @pytest.mark.parametrize("case", by_default(SETTINGS, *TRIED))
 def test_settings(case):
     choice, model, options = case
-    more = {"shard_size": options["shard_size"]} if "shard_size" in options else {"options": options}
+    more = options if "mesh" in options else {"options": options}
     check_late_and_early(choice, model, 2, **more)
 
 
 @pytest.mark.parametrize("choice", by_default(HAND_WRITTEN, "bucket_ddp_async", "zero3"))
 def test_an_abandoned_step_leaves_no_race(choice):
     """A micro-batch fails while communication is under way: of the one before, or of its own later layers."""
-    check_abandoned(choice, "backward", 3, 2 if choice.startswith("zero") else None)
+    check_abandoned(choice, "backward", 3, HSDP if choice.startswith("zero") else "dp=4")
 
 
-def check_abandoned(choice, where, micro_batch, shard_size):
+def check_abandoned(choice, where, micro_batch, mesh):
     calls = []
 
     def fail(*_):
@@ -140,7 +140,7 @@ def check_abandoned(choice, where, micro_batch, shard_size):
             strategy.forward_backward([make_batch("llama", 3, index) for index in range(3)])
         handle.remove()
 
-    assert not checked(choice, "llama", 3, also=abandon, shard_size=shard_size).races
+    assert not checked(choice, "llama", 3, also=abandon, mesh=mesh).races
     assert len(calls) == micro_batch
 
 
