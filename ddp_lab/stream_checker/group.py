@@ -37,11 +37,12 @@ class Flight(Work):
         self._is_waited_for = False
 
     def arrive(self) -> None:
-        """The outputs hold the results from now on."""
+        """The outputs hold the results from now on, if they did not before."""
         with self._group.shared.on_host():
-            for output, result in zip(self._outputs, self._results, strict=True):
+            for output, result in zip(self._outputs, self._results, strict=False):
                 if output.untyped_storage().nbytes():
                     output.copy_(result)
+        self._results = ()
 
     def wait(self, timeout: Any = TIMEOUT) -> bool:
         super().wait()
@@ -50,8 +51,7 @@ class Flight(Work):
             self._is_waited_for = True
             device.seen.waits_in_backward += device.is_recording and torch._C._current_graph_task_id() != -1
             group.in_flight = [inputs for inputs in group.in_flight if inputs is not self._inputs]
-            if device.is_late:
-                self.arrive()
+            self.arrive()
         return True
 
     def is_completed(self) -> bool:
@@ -83,25 +83,22 @@ class CheckedGroup(Group):
         with device.on_host():
             results = [output.clone() for output in outputs]
             fill(results)
-        if not device.is_recording:
-            flight = Flight(self, device.streams.current, (), outputs, results)
+        stream, is_under_way = device.streams.current, False
+        if device.is_recording:
+            device.seen.collectives += 1
+            if getattr(opts, "asyncOp", True):
+                stream, is_under_way = self.stream, device.is_late
+                stream.wait_stream(device.streams.current)
+            elif any(self.in_flight):
+                device.seen.stalls += 1
+            device.memory.access(stream, inputs, outputs, f"{kind} issued at {place()}")
+        flight = Flight(self, stream, inputs if device.is_recording else (), outputs, results)
+        if not is_under_way:
             flight.arrive()
             return flight
-        stream = device.streams.current
-        device.seen.collectives += 1
-        if getattr(opts, "asyncOp", True):
-            stream = self.stream
-            stream.wait_stream(device.streams.current)
-        elif any(self.in_flight):
-            device.seen.stalls += 1
-        device.memory.access(stream, inputs, outputs, f"{kind} issued at {place()}")
-        flight = Flight(self, stream, inputs, outputs, results)
-        if device.is_late and stream is self.stream:
-            with device.on_host():
-                for output in outputs:
-                    output.fill_(float("nan") if output.is_floating_point() else -1)
-        else:
-            flight.arrive()
+        with device.on_host():
+            for output in outputs:
+                output.fill_(float("nan") if output.is_floating_point() else -1)
         return flight
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Work:
