@@ -8,9 +8,9 @@ communication earlier and leaves less of it after backward; a large cap pays few
 Three things make it correct and cheap:
 - Buckets are assigned once, in reversed parameter order (roughly the order of backward), and all-reduced in that order
   on every rank. So ranks that use different parameters still reduce the same buckets.
-- A gradient lives in its bucket: `parameter.grad` is a view into it. Of the first micro-batch a large gradient is
-  copied there at once and small ones together, so that hardly any is held twice. Later ones are added in place, and
-  the optimizer reads them there. A bucket is made when its first gradient comes, and ends with `zero_grad`.
+- A gradient lives in its bucket: `parameter.grad` is a view into it. In the first micro-batch a large gradient is
+  copied at once and small gradients are copied together, so that hardly any takes memory twice. Later micro-batches
+  add in place, and the optimizer reads the views. The first gradient allocates the bucket, `zero_grad` frees it.
 - Losses are weighted by their share of the global batch before backward. So the all-reduced sum is the mean already.
 """
 
@@ -37,12 +37,12 @@ class BucketDDP(ReplicatedStrategy):
     def prepare(self) -> None:
         super().prepare()
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
-        is_one = self.is_in_pipeline and self.group_size == 1  # there is nobody to send a stage's gradients to
+        is_one = self.is_in_pipeline and self.group_size == 1  # no other rank has the stage
         filled = fill_buckets(self.trainable.values(), cap_bytes, self.group_of)
-        self.buckets = [] if is_one else [Bucket(each) for each in filled]
+        self.buckets = [] if is_one else [Bucket(parameters) for parameters in filled]
         self._order = FixedOrder(self.buckets)
         for bucket in self.buckets:
-            self.watch.then(bucket.parameters, partial(self._on_gradients, bucket), at=bucket.moves_at)
+            self.watch.on_arrival(bucket.parameters, partial(self._on_gradients, bucket), at=bucket.moves_at)
 
     def before_step(self) -> None:
         super().before_step()
@@ -56,9 +56,9 @@ class BucketDDP(ReplicatedStrategy):
         for bucket in self.buckets if not self.is_in_pipeline else ():
             bucket.missing = len(bucket.parameters)
 
-    def _on_gradients(self, bucket: Bucket, count: int, behind: Tensor | None) -> bool:
+    def _on_gradients(self, bucket: Bucket, count: int, trigger: Tensor | None) -> bool:
         bucket.missing -= count * self.steps.counts_gradients
-        if behind in bucket.moves_at:
+        if trigger in bucket.moves_at:
             bucket.collect()
         if self.steps.reduces_now and not bucket.missing:
             for next_bucket in self._order.ready(bucket):
@@ -76,7 +76,7 @@ class BucketDDP(ReplicatedStrategy):
         bucket.work = self.all_reduce(bucket.flat, async_op=True, group=group)
 
     def finish_gradient_synchronization(self) -> None:
-        for bucket in self._order.rest():  # behind a gradient that backward did not make on this rank
+        for bucket in self._order.release_all():  # those with a gradient that backward did not make on this rank
             self._start(bucket)
         rank, size = self.group_rank, self.group_size
         for bucket in self.buckets:  # while the later ones are in flight

@@ -11,16 +11,16 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 from ddp_lab.strategy.replicated import bytes_of, is_own
 
 DEFAULT_CAP_MB = 25.0
-"""PyTorch DDP's, too."""
+"""PyTorch DDP has the same."""
 FEWEST_BUCKETS, LEAST_CAP_MB = 10, 1.0
-"""Where its user sets no size, a model has so many buckets: the last one, which nothing hides, is then small beside the
-rest. But none is made smaller than 1 MiB, as PyTorch DDP's first one, since each costs the latency of a collective."""
+"""By default a model has at least so many buckets: the last one, which nothing hides, is then small. But no bucket is
+smaller than 1 MiB, the size of PyTorch DDP's first one, since each costs the latency of a collective."""
 MOST_WAITING = 2**20
-"""Bytes of gradients that wait to be moved together. What waits is held twice, and may leave the processor's cache."""
+"""Bytes of gradients that wait for one common copy. Waiting gradients take memory twice, and may leave the cache."""
 
 
 class Bucket:
-    """A flat buffer of gradients that are all-reduced together. It is made when the first of them come into it.
+    """A flat buffer of gradients that are all-reduced together. The first gradients allocate it.
 
     Args:
         parameters: Of one dtype and device; their gradients lie in the buffer in this order.
@@ -32,8 +32,8 @@ class Bucket:
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters, self._nothing = parameters, parameters[0].detach().new_empty(0)
-        self.flat = self._nothing
+        self.parameters, self._empty = parameters, parameters[0].detach().new_empty(0)
+        self.flat = self._empty
         self.views: Sequence[Tensor] = ()
         self._numel = sum(parameter.numel() for parameter in parameters)
         self.moves_at = moves_at(parameters, MOST_WAITING)
@@ -46,7 +46,7 @@ class Bucket:
         if self.work is not None:  # of a step that was abandoned: the all-reduce may go on in the old buffer
             self._abandoned.append((self.work, self.flat))
         if self.views and all(parameter.grad is None for parameter in self.parameters):
-            self.flat, self.views = self._nothing, ()
+            self.flat, self.views = self._empty, ()
         self.missing, self.work = len(self.parameters), None
 
     def wait(self) -> None:
@@ -57,48 +57,48 @@ class Bucket:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Make `.grad` of each parameter that has one the view into this bucket, with the same values: by one copy for
-        all that are not there yet. One that fills the bucket becomes it, and nothing is copied."""
+        """Make each `.grad` a view into this bucket with the same values. One copy moves all gradients that are still
+        outside. A gradient that fills the bucket becomes its buffer, without a copy."""
         views: Sequence[Tensor | None] = self.views or [None] * len(self.parameters)
         new = [slot for slot, p in enumerate(self.parameters) if p.grad is not None and p.grad is not views[slot]]
         gradients = [gradient for slot in new if (gradient := self.parameters[slot].grad) is not None]
         if len(gradients) == len(self.parameters) and not self.views:
             is_whole = len(gradients) == 1 and is_own(gradients[0])
-            self.flat = gradients[0].view(-1) if is_whole else flatten([*gradients, self._nothing])
+            self.flat = gradients[0].view(-1) if is_whole else flatten([*gradients, self._empty])
             self.views = unflatten(self.flat, self.parameters)
         elif gradients:
-            torch._foreach_copy_([self.made()[slot] for slot in new], gradients)
+            torch._foreach_copy_([self.allocated()[slot] for slot in new], gradients)
         for slot in new:
             self.parameters[slot].grad = self.views[slot]
 
     def complete(self) -> None:
-        """Collect what is there, and put zeros where this rank made no gradient in this step."""
+        """Collect gradients, and put zeros where this rank made none in this step."""
         self.collect()
-        for parameter, view in zip(self.parameters, self.made(), strict=True):
+        for parameter, view in zip(self.parameters, self.allocated(), strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
 
-    def made(self) -> Sequence[Tensor]:
+    def allocated(self) -> Sequence[Tensor]:
         """The views, of a new buffer if there is none."""
         if not self.views:
-            self.flat = self._nothing.new_empty(self._numel)
+            self.flat = self._empty.new_empty(self._numel)
             self.views = unflatten(self.flat, self.parameters)
         return self.views
 
 
-def moves_at(parameters: Sequence[Tensor], most: int) -> frozenset[Tensor]:
-    """At which of the gradients, if they come in this order, those that wait have reached `most` bytes."""
+def moves_at(parameters: Sequence[Tensor], max_bytes: int) -> frozenset[Tensor]:
+    """The parameters at whose gradients, if these come in order, the waiting ones have reached `max_bytes`."""
     places, waiting = [], 0
     for parameter in parameters:
         waiting += parameter.nbytes
-        if waiting >= most:
+        if waiting >= max_bytes:
             places.append(parameter)
             waiting = 0
     return frozenset(places)
 
 
 def usual_cap_bytes(parameters: Iterable[nn.Parameter]) -> float:
-    """How large a bucket may be where the user does not say."""
+    """How large a bucket may be by default."""
     return min(DEFAULT_CAP_MB * 2**20, max(LEAST_CAP_MB * 2**20, bytes_of(parameters) / FEWEST_BUCKETS))
 
 
@@ -112,7 +112,7 @@ def fill_buckets(
     A parameter larger than `cap_bytes` gets a bucket of its own. Those of different groups share none; buckets are in
     the order in which backward completes them.
     """
-    filled: dict[Hashable, list[nn.Parameter]] = {}  # of each group, the latest
+    filled: dict[Hashable, list[nn.Parameter]] = {}  # the latest bucket of each group
     buckets: list[list[nn.Parameter]] = []
     places: dict[nn.Parameter, int] = {}
     for place, parameter in enumerate(reversed(list(parameters))):

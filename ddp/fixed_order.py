@@ -30,8 +30,8 @@ class FixedOrder(Generic[Item]):
         while self._released < len(self._items) and self._ready[self._released]:
             yield self._release()
 
-    def rest(self) -> Iterator[Item]:
-        """Release what is left, ready or not."""
+    def release_all(self) -> Iterator[Item]:
+        """Release the remaining items, ready or not."""
         while self._released < len(self._items):
             yield self._release()
 

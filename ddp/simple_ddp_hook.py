@@ -27,7 +27,7 @@ class HookDDP(ReplicatedStrategy):
         super().prepare()
         self._order: FixedOrder[Tensor] = FixedOrder(reversed(self.trainable.values()))
         for parameter in self.trainable.values():
-            self.watch.then([parameter], partial(self._on_gradient_ready, parameter), at=[parameter])
+            self.watch.on_arrival([parameter], partial(self._on_gradient_ready, parameter), at=[parameter])
 
     def before_step(self) -> None:
         super().before_step()
@@ -42,7 +42,7 @@ class HookDDP(ReplicatedStrategy):
         self.all_reduce(gradient)
 
     def finish_gradient_synchronization(self) -> None:
-        for parameter in self._order.rest():  # behind a gradient that backward did not make on this rank
+        for parameter in self._order.release_all():  # after a gradient that backward did not make on this rank
             self._reduce(gradient_of(parameter))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:

@@ -59,7 +59,7 @@ class Zero1(ShardedStrategy):
         self.order = FixedOrder(self.buckets)
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
-            self.watch.then(bucket.flat.parameters, partial(self._on_gradients, bucket), at=bucket.moves_at)
+            self.watch.on_arrival(bucket.flat.parameters, partial(self._on_gradients, bucket), at=bucket.moves_at)
 
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 
@@ -70,14 +70,14 @@ class Zero1(ShardedStrategy):
         for flat in self.flats:
             flat.require_in_place()
 
-    def _on_gradients(self, bucket: GradientBucket, count: int, behind: Tensor | None) -> bool:
+    def _on_gradients(self, bucket: GradientBucket, count: int, trigger: Tensor | None) -> bool:
         if not self.steps.in_micro_batch:
             return False
         bucket.missing -= count * self.steps.counts_gradients
         if self.steps.reduces_now and not bucket.missing:
             for next_bucket in self.order.ready(bucket):
                 self.start_reduction(next_bucket)
-        elif behind in bucket.moves_at:
+        elif trigger in bucket.moves_at:
             bucket.collect()
         return not bucket.missing
 
@@ -99,7 +99,7 @@ class Zero1(ShardedStrategy):
             self.in_flight.pop(0).finish_reduction()
 
     def finish_gradient_synchronization(self) -> None:
-        for bucket in self.order.rest():  # behind a gradient that backward did not make on this rank
+        for bucket in self.order.release_all():  # behind a gradient that backward did not make on this rank
             self.start_reduction(bucket)
         self.finish_earlier(0)
         self.take_gradients()

@@ -92,7 +92,9 @@ class Zero3(ShardedStrategy):
                 module.register_forward_hook(ModuleHook(partial(self.after_unit, unit)))
         for unit in self.all_units:
             for bucket in unit.buckets:
-                self.watch.then(bucket.flat.parameters, partial(self.on_gradients, unit, bucket), at=bucket.moves_at)
+                self.watch.on_arrival(
+                    bucket.flat.parameters, partial(self.on_gradients, unit, bucket), at=bucket.moves_at
+                )
 
     def unshard(self, unit: Unit) -> None:
         """Have it whole, now."""
@@ -146,11 +148,11 @@ class Zero3(ShardedStrategy):
             self.schedule.prefetch()
         self.schedule.make_room()
 
-    def on_gradients(self, unit: Unit, bucket: ShardedGradientBucket, count: int, behind: Tensor | None) -> bool:
+    def on_gradients(self, unit: Unit, bucket: ShardedGradientBucket, count: int, trigger: Tensor | None) -> bool:
         if not self.schedule.expects(unit):
             raise self.late_gradient(bucket)
         bucket.missing -= count
-        if behind in bucket.moves_at:
+        if trigger in bucket.moves_at:
             bucket.collect()
         if bucket.missing:
             return False

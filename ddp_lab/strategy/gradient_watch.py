@@ -1,8 +1,8 @@
 """Watches the gradients that backward makes on this rank, before they are reduced with those of other ranks.
 
 A hook in Python takes longer than the gradient of a small parameter. So the hook of most parameters is `list.append`,
-which notes who has come, and runs no Python. Behind a few parameters, such as the last one of a bucket, a hook looks at
-all that has come since.
+which notes an arrival and runs no Python. At a few parameters, such as the last one of a bucket, a hook takes up all
+gradients that have arrived since.
 """
 
 import weakref
@@ -45,9 +45,9 @@ class GradientWatch:
         self.inspects = self.takes_one = False
         self.begin_step()
 
-    def then(self, parameters: Sequence[Tensor], call: Call, at: Iterable[Tensor] = ()) -> None:
-        """Run `call(count, behind)` when so many of `parameters` have got a gradient: `behind` each of `at`, at the
-        end of the backward pass, and behind the one that came last when `call` answered that all have come."""
+    def on_arrival(self, parameters: Sequence[Tensor], call: Call, at: Iterable[Tensor] = ()) -> None:
+        """Run `call(count, trigger)` when `count` more of `parameters` have a gradient. It runs after each parameter in
+        `at` (its `trigger`), at the end of backward (no trigger), and after the last one once `call` returned True."""
         self._calls |= {id(parameter): call for parameter in parameters}
         for parameter in at:
             self._look_behind(parameter)
@@ -78,8 +78,8 @@ class GradientWatch:
         if not continues:
             self._taken.clear()
 
-    def look(self, behind: Tensor | None = None) -> None:
-        """Take up the gradients that have come since the last look. `behind`: the one whose hook looks.
+    def look(self, trigger: Tensor | None = None) -> None:
+        """Take up the gradients that have come since the last look. `trigger`: the parameter whose hook looks.
 
         Raises:
             OneRankError: a parameter got a second gradient, and `takes_one`.
@@ -102,7 +102,7 @@ class GradientWatch:
         calls = [*map(self._calls.get, keys)]
         latest = dict(zip(calls, arrived, strict=True))
         for call, count in Counter(calls).items():
-            if call is not None and call(count, behind) and latest[call] is not behind:
+            if call is not None and call(count, trigger) and latest[call] is not trigger:
                 self._look_behind(latest[call])
 
     def note(self, parameters: Iterable[Tensor]) -> None:
@@ -163,7 +163,7 @@ def look_of(held: "weakref.ref[GradientWatch]") -> Callable[[Tensor], None]:
         watch = held()
         if watch is not None and parameter.grad is not None:  # PyTorch DDP runs it behind what the loss leaves out, too
             watch._arrived.append(parameter)
-            watch.look(behind=parameter)
+            watch.look(trigger=parameter)
 
     return run
 

@@ -233,11 +233,11 @@ class Zero3InAnyOrder(Zero3):
         self.schedule.reduce_what_is_ready()
         self.schedule.prefetch()
 
-    def on_gradients(self, unit: Unit, bucket: ShardedGradientBucket, count: int, behind: Tensor | None) -> bool:
+    def on_gradients(self, unit: Unit, bucket: ShardedGradientBucket, count: int, trigger: Tensor | None) -> bool:
         if self.drops_gradients and self.schedule.expects(unit):
             for parameter in bucket.flat.parameters:
                 parameter.grad = None
-        return super().on_gradients(unit, bucket, count, behind)
+        return super().on_gradients(unit, bucket, count, trigger)
 
     def abandon_step(self) -> None:
         super().abandon_step()

@@ -50,7 +50,7 @@ class GradientBucket:
         self.casts = self.dtype != flat.full.dtype
         self.keeps_views = self.stays and not self.casts
         self.moves_at = moves_at(flat.parameters, self.most_waiting)
-        self._padding, self._nothing = flat.layout.padded_numel - flat.layout.numel, flat.full.new_empty(0)
+        self._padding, self._empty = flat.layout.padded_numel - flat.layout.numel, flat.full.new_empty(0)
         self._placed: set[int] = set()
         self.full: Tensor | None = None
         self._ours: Tensor | None = None  # `full`, unless autograd made it
@@ -100,7 +100,7 @@ class GradientBucket:
         """The full tensor: one gradient that fills it as it is, or a copy of them all."""
         if len(gradients) == 1 and not self._padding and is_own(gradients[0]):
             return gradients[0].view(-1)
-        padding = gradients[0].new_zeros(self._padding) if self._padding else self._nothing
+        padding = gradients[0].new_zeros(self._padding) if self._padding else self._empty
         self._ours = flatten([*gradients, padding])
         return self._ours
 

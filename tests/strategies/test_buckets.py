@@ -39,7 +39,7 @@ def test_a_bucket_is_seen_when_its_last_gradient_has_come():
     watch = GradientWatch(dict(model.named_parameters()))
     halves, made = [[model[3].weight, model[2].weight], [model[1].weight, model[0].weight]], []
     for half in halves:
-        watch.then(
+        watch.on_arrival(
             half, lambda count, _: made.append(sum(p.grad is not None for p in model.parameters())) or count == 2
         )
     for _ in range(2):
