@@ -93,13 +93,13 @@ class Zero1(ShardedStrategy):
         if self.groups.replicate or is_gloo(self.groups.shard, self.device):
             self.finish_earlier(IN_FLIGHT)
 
-    def finish_earlier(self, most: int) -> None:
-        """Wait until at most so many buckets are being reduced."""
-        while len(self.in_flight) > most:
+    def finish_earlier(self, max_buckets: int) -> None:
+        """Wait until at most `max_buckets` reductions are in flight."""
+        while len(self.in_flight) > max_buckets:
             self.in_flight.pop(0).finish_reduction()
 
     def finish_gradient_synchronization(self) -> None:
-        for bucket in self.order.release_all():  # behind a gradient that backward did not make on this rank
+        for bucket in self.order.release_all():  # those with a gradient that backward did not make on this rank
             self.start_reduction(bucket)
         self.finish_earlier(0)
         self.take_gradients()

@@ -141,7 +141,7 @@ class Zero3(ShardedStrategy):
     # Backward: unit i-1 is unsharded while unit i computes, and i+1 is reduced ----------------------------------------
 
     def before_backward(self, unit: Unit) -> None:
-        self.watch.look()  # at the gradients of the units behind, which are reduced before this one is gathered
+        self.watch.look()  # reduce later units' gradients before this unit is gathered
         self.unshard(unit)
         self.schedule.reduce_what_is_ready()
         if unit is not self.last_unit:
@@ -162,7 +162,7 @@ class Zero3(ShardedStrategy):
         return True
 
     def after_backward(self) -> None:
-        self.schedule.issue_rest()  # what waits for gradients that backward did not make on this rank
+        self.schedule.issue_rest()  # reductions that wait for gradients that backward did not make on this rank
         if self.steps.another_follows:
             self.finish_gradient_synchronization()
 
@@ -183,8 +183,8 @@ class Zero3(ShardedStrategy):
     def late_gradient(self, bucket: ShardedGradientBucket) -> OneRankError:
         return OneRankError("a gradient came after its unit was reduced: units ran in another order than registered")
 
-    def expected_gradient_traffic(self, micro_batches: int, more: Sequence[Unit] = ()) -> list[Collective]:
-        """With all-gathers of `more` units."""
-        again = [unit for unit in self.units if unit is not self.last_unit]  # in backward
-        gathered = [*self.root, *more, *micro_batches * [*self.units, *again]]
+    def expected_gradient_traffic(self, micro_batches: int, more_units: Sequence[Unit] = ()) -> list[Collective]:
+        """With all-gathers of `more_units`."""
+        backward_units = [unit for unit in self.units if unit is not self.last_unit]  # in backward
+        gathered = [*self.root, *more_units, *micro_batches * [*self.units, *backward_units]]
         return self.traffic_of([flat for unit in gathered for flat in unit.flats], micro_batches * self.buckets)

@@ -1,12 +1,12 @@
 """ZeRO-3 for all models: `zero3`, as users choose it. `sharding.zero3` is the plain case, which this one extends.
 
 - Units in any order. Ranks learn in the first forward pass in which order units run, and agree on it
-  (`sharding.options.order`). From then on it is the order of `plan_passes`. A unit that runs twice is freed behind its
+  (`sharding.options.order`). From then on it is the order of `plan_passes`. A unit that runs twice is freed after its
   last run.
 - Units out of turn. One that has run as often as agreed is needed again, or a rank has an order of its own. No rank can
   gather it alone. So ranks meet: at each such unit and at the end of the forward pass, they tell each other which unit
   they need, and all gather it. They do so until they have agreed on an order; later, in passes without a graph, outside
-  of micro-batches, or behind another one in the same micro-batch. In the usual step a meeting would cost time. There
+  of micro-batches, or after another one in the same micro-batch. In the usual step a meeting would cost time. There
   such a unit is refused.
 - Several forward passes before backward. A parameter has its gradient when all of them are through with it, so
   everything is unsharded before the first reduction.
@@ -79,9 +79,11 @@ class Zero3InAnyOrder(Zero3):
         runs, heads = self.order.runs, self.order.heads
         self.last_unit = runs[-1][-1] if runs else None
         self.forward_pass = [Action("unshard", unit) for unit in (self.embeddings, *self.root, *self.units)]
-        others = [self.embeddings, *(unit for unit in self.root if unit not in heads)]
-        first, rest = ([Action("reduce", unit) for unit in units if unit.buckets] for units in (heads, others))
-        self.backward_pass = [*first, *in_backward(runs), *rest]
+        other_units = [self.embeddings, *(unit for unit in self.root if unit not in heads)]
+        head_reductions, other_reductions = (
+            [Action("reduce", unit) for unit in units if unit.buckets] for units in (heads, other_units)
+        )
+        self.backward_pass = [*head_reductions, *in_backward(runs), *other_reductions]
 
     def add_hooks(self) -> None:
         super().add_hooks()
@@ -125,7 +127,7 @@ class Zero3InAnyOrder(Zero3):
         if not self.in_backward:
             unit.running -= 1
         is_called = self.in_forward or torch._C._current_graph_task_id() != -1
-        for tensor in unit.made_of(tensors_with_gradient(output)):
+        for tensor in unit.new_outputs(tensors_with_gradient(output)):
             tensor.register_hook(lambda _: self.before_backward(unit) if is_called else refuse_module_by_itself())
 
     def after_forward(self, output: Any) -> None:
@@ -181,18 +183,18 @@ class Zero3InAnyOrder(Zero3):
                 "and as often, or take zero2"
             )
 
-    def meet(self, wanted: Block | None) -> list[Block]:
-        """Gather what any rank needs now, which is nothing when all are at the end."""
+    def meet(self, own_unit: Block | None) -> list[Block]:
+        """Gather the units that any rank needs now. Returns them: none if all ranks are at the end."""
         numbers = [-1] * dist.get_world_size(self.process_group)
-        number = -1 if wanted is None else self.units.index(wanted)
+        number = -1 if own_unit is None else self.units.index(own_unit)
         dist.all_gather_object(numbers, number, self.process_group)
-        needed = [self.units[number] for number in sorted(set(numbers) - {-1})]
-        for unit in needed:
-            if unit is wanted:
+        needed_units = [self.units[number] for number in sorted(set(numbers) - {-1})]
+        for unit in needed_units:
+            if unit is own_unit:
                 unit.unshard()
             else:
                 unit.take_part()
-        return needed
+        return needed_units
 
     # Backward --------------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class Zero3InAnyOrder(Zero3):
         self.begun_with, self.autograd_passes = len(actions), set[int]()
 
     def finish_backward(self) -> bool:
-        """Do the rest of a backward pass, if one has begun. Returns whether it had."""
+        """Issue the remaining actions of a backward pass. Returns whether one had begun."""
         if len(self.schedule.to_come) == self.begun_with:
             return False
         self.schedule.issue_rest()
@@ -217,9 +219,9 @@ class Zero3InAnyOrder(Zero3):
     def before_root_backward(self) -> None:
         refuse_graph_of_backward()
         self.require_latest_forward()
-        known = len(self.autograd_passes)
+        passes_before = len(self.autograd_passes)
         self.autograd_passes.add(torch._C._current_graph_task_id())
-        if len(self.autograd_passes) > known:  # another output of the same pass may come when the root is reduced
+        if len(self.autograd_passes) > passes_before:  # not again for another output: the root may be reduced by then
             for unit in self.root:
                 unit.unshard()  # no-op, unless backward has run before
                 unit.wait_for_unshard()
@@ -229,7 +231,7 @@ class Zero3InAnyOrder(Zero3):
         super().before_backward(unit)
 
     def go_on(self) -> None:
-        """Behind a gradient of a module's inputs, for which it was kept whole."""
+        """Continue after a gradient of a module's inputs, for which the unit stayed whole."""
         self.schedule.reduce_what_is_ready()
         self.schedule.prefetch()
 
@@ -243,10 +245,12 @@ class Zero3InAnyOrder(Zero3):
         super().abandon_step()
         self.in_forward = self.meets = self.in_backward = False
 
-    def expected_gradient_traffic(self, micro_batches: int, more: Sequence[Unit] = ()) -> list[Collective]:
+    def expected_gradient_traffic(self, micro_batches: int, more_units: Sequence[Unit] = ()) -> list[Collective]:
         balance = self.model_parallel.balance if self.model_parallel else None
-        ahead = balance.passes_ahead(micro_batches) * self.all_units if balance else []
-        return super().expected_gradient_traffic(micro_batches, [*micro_batches * [self.embeddings], *ahead, *more])
+        passes_ahead = balance.passes_ahead(micro_batches) * self.all_units if balance else []
+        return super().expected_gradient_traffic(
+            micro_batches, [*micro_batches * [self.embeddings], *passes_ahead, *more_units]
+        )
 
     # How the module may not be called --------------------------------------------------------------------------------
 
@@ -265,8 +269,8 @@ class Zero3InAnyOrder(Zero3):
     def require_latest_forward(self) -> None:
         if not self.in_backward:
             raise OneRankError(
-                "backward runs through a forward pass that was over when another one began; call forward, and backward "
-                "behind it, in the same micro_batch"
+                "backward runs through a forward pass that was over when another one began; call forward and then "
+                "backward in the same micro_batch"
             )
 
     def require_not_reduced(self, unit: Unit) -> None:
@@ -276,9 +280,9 @@ class Zero3InAnyOrder(Zero3):
 
     def late_gradient(self, bucket: ShardedGradientBucket) -> OneRankError:
         parameters = bucket.flat.parameters
-        what = f"a parameter of shape {tuple(parameters[0].shape)}"
+        description = f"a parameter of shape {tuple(parameters[0].shape)}"
         if not bucket.missing:
-            return second_gradient(what)
+            return second_gradient(description)
         if any(p.grad is not None and p.grad.isnan().any() for p in parameters):
             cause = "its weight was read outside of the module that holds it, where it is NaN"
         elif len(self.autograd_passes) > 1:
@@ -287,7 +291,7 @@ class Zero3InAnyOrder(Zero3):
             cause = (
                 "modules, or activation checkpoints around several of them, run in another order than in the first step"
             )
-        return OneRankError(f"a gradient of {what} came after its unit was reduced: {cause}; take zero2")
+        return OneRankError(f"a gradient of {description} came after its unit was reduced: {cause}; take zero2")
 
 
 def refuse_module_by_itself() -> None:

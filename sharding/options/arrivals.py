@@ -51,8 +51,8 @@ class Arrivals:
         self._needed_first = [*self._needed_first, *(flat for flats in self._not_called.values() for flat in flats)]
 
     def _holding(self, parameters: Iterable[nn.Parameter]) -> list[FlatParameters]:
-        held = set(parameters)
-        return [flat for flat in self._flats if held.intersection(flat.parameters)]
+        held_parameters = set(parameters)
+        return [flat for flat in self._flats if held_parameters.intersection(flat.parameters)]
 
     def _wait_for(self, flats: Sequence[FlatParameters]) -> None:
         for flat in flats:

@@ -44,7 +44,9 @@ class HostUpdate:
 
     def run(self, publish: Callable[[FlatParameters], None]) -> None:
         """Update the shards of all buckets, and `publish` each at once."""
-        arrivals = [self._copy(bucket, here) for bucket, here in zip(self._buckets, self.gradients, strict=True)]
+        arrivals = [
+            self._copy(bucket, gradient) for bucket, gradient in zip(self._buckets, self.gradients, strict=True)
+        ]
         for bucket, gradient, arrived in zip(self._buckets, self.gradients, arrivals, strict=True):
             if arrived is not None:
                 arrived.synchronize()
@@ -60,16 +62,16 @@ class HostUpdate:
                 self._move_states(flat)
             publish(flat)
 
-    def _copy(self, bucket: GradientBucket, here: Tensor) -> torch.cuda.Event | None:
-        """Start to copy the bucket's gradient here. Returns what to wait for on a GPU."""
+    def _copy(self, bucket: GradientBucket, gradient: Tensor) -> torch.cuda.Event | None:
+        """Start to copy the bucket's shard into `gradient`. Returns the event to wait for on a GPU."""
         if self._stream is None:
             if bucket.shard is not None:
-                here.copy_(bucket.shard)
+                gradient.copy_(bucket.shard)
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if bucket.shard is not None:
-                here.copy_(bucket.shard, non_blocking=True)
+                gradient.copy_(bucket.shard, non_blocking=True)
                 bucket.shard.record_stream(self._stream)
             arrived = torch.cuda.Event()
             arrived.record()

@@ -54,8 +54,8 @@ class ExecutionOrder:
         self._checkpoint: FrameType | None = None
         self._checkpoints = 0
         self._ran: list[tuple[nn.Module, int | None]] = []
-        own = {member for unit in units for member in unit.modules}
-        inside = {m for member in own for m in member.modules()} - own
+        unit_modules = {member for unit in units for member in unit.modules}
+        inside = {m for member in unit_modules for m in member.modules()} - unit_modules
         note = ModuleHook(lambda m, _: self._note(m))
         self._hooks = [m.register_forward_pre_hook(note) for m in module.modules() if m not in inside]
         self.begin_forward()
@@ -85,7 +85,7 @@ class ExecutionOrder:
         self._ran.append((module, None if frame is None else self._checkpoints))
 
     def agree(self, embeddings_saved: bool, group: dist.ProcessGroup) -> bool:
-        """Make this rank's first forward pass known, and follow that of all. Collective, once.
+        """Gather every rank's first forward pass, and agree on one order. Collective, once.
 
         Returns:
             Whether autograd has saved an embedding's weight on any rank (on this rank: `embeddings_saved`).
@@ -95,10 +95,10 @@ class ExecutionOrder:
         self._checkpoint = None
         index_of = {member: index for index, unit in enumerate(self._units) for member in unit.modules}
         runs = [(index_of[member], number) for member, number in self._ran if member in index_of]
-        seen: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(seen, (runs, self._heads(), embeddings_saved), group)
-        every: list[list[Run]] = [runs for runs, *_ in seen]
-        orders = [visits(index for index, _ in runs) for runs in every]
+        forward_passes: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(forward_passes, (runs, self._heads(), embeddings_saved), group)
+        rank_runs: list[list[Run]] = [runs for runs, *_ in forward_passes]
+        orders = [visits(index for index, _ in runs) for runs in rank_runs]
         agreed = merge_orders(orders, len(self._units))
         self.is_agreed, self._agreed = True, agreed
         self.differs = any(order != visits(index for index in agreed if index in order) for order in orders)
@@ -106,15 +106,15 @@ class ExecutionOrder:
         for index, unit in enumerate(self._units):
             is_kept = self.differs or index == agreed[-1]
             self._visits_needed[unit] = float("inf") if is_kept else times[index] if times[index] > 1 else 0
-        parts = [[index] for index in agreed] if self.differs else joined(agreed, every)
+        parts = [[index] for index in agreed] if self.differs else joined(agreed, rank_runs)
         self.runs = [[self._units[index] for index in part] for part in parts]
-        self.heads = [self._root[index] for index in seen[0][1]]
-        return any(saved for *_, saved in seen)
+        self.heads = [self._root[index] for index in forward_passes[0][1]]
+        return any(saved for *_, saved in forward_passes)
 
     def following(self, unit: Block) -> str:
         """The name of what runs after `unit` as agreed."""
-        here = len(self._agreed) - self._agreed[::-1].index(self._units.index(unit))
-        return self.name(self._units[self._agreed[here]]) if here < len(self._agreed) else "the end of forward"
+        position = len(self._agreed) - self._agreed[::-1].index(self._units.index(unit))
+        return self.name(self._units[self._agreed[position]]) if position < len(self._agreed) else "the end of forward"
 
     def name(self, unit: Block) -> str:
         return next(name for name, module in self._module.named_modules() if module in unit.modules)
@@ -133,24 +133,24 @@ class ExecutionOrder:
 
 def outermost_checkpoint() -> FrameType | None:
     """The outermost call of torch's `checkpoint` that is under way."""
-    found, frame = None, sys._getframe(1)
+    outermost, frame = None, sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename == checkpoint.__file__:
-            found = frame
+            outermost = frame
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return outermost
 
 
 def visits(order: Iterable[int]) -> list[int]:
-    """An order in which what comes several times in a row is there once."""
+    """The order with repetitions in a row counted once."""
     return [index for index, _ in groupby(order)]
 
 
 def merge_orders(orders: Sequence[Sequence[int]], count: int) -> list[int]:
     """The order in which the first rank ran `count` units, with the units that it did not run.
 
-    Each of those is put behind the unit that came before it on a rank that did run it, or else behind the unit that was
-    registered before it.
+    Such a unit follows the unit that came before it on a rank that did run it, or else the unit that was registered
+    before it.
     """
     merged = list(orders[0])
     for order in (*orders[1:], range(count)):
@@ -172,14 +172,14 @@ def joined(merged: Sequence[int], orders: Sequence[Sequence[Run]]) -> list[list[
     for order in orders:
         position, latest = -1, None
         for index, number in order:
-            here = position if position >= 0 and merged[position] == index else merged.index(index, position + 1)
+            place = position if position >= 0 and merged[position] == index else merged.index(index, position + 1)
             if number is None:
-                apart |= {here, here + 1}
+                apart |= {place, place + 1}
             elif number == latest:
-                together.update(range(position + 1, here + 1))
-            elif here == position + 1:
-                apart.add(here)
-            position, latest = here, number
+                together.update(range(position + 1, place + 1))
+            elif place == position + 1:
+                apart.add(place)
+            position, latest = place, number
     has_checkpoints = any(number is not None for order in orders for _, number in order)
     parts: list[list[int]] = []
     for position, index in enumerate(merged):
@@ -191,7 +191,8 @@ def joined(merged: Sequence[int], orders: Sequence[Sequence[Run]]) -> list[list[
 
 
 def in_backward(runs: Sequence[Sequence[Unit]]) -> list[Action]:
-    """The actions of backward behind a forward pass in which units run so (`ExecutionOrder.runs`). The last is whole.
+    """The actions of backward after a forward pass in the order of `runs` (`ExecutionOrder.runs`). The last unit stays
+    whole.
 
     Unit i-1 is unsharded before unit i is reduced. A unit that runs several times is unsharded once and reduced after
     its earliest run: forward runs 1, 2, 1 give unshard 2, reduce 2, reduce 1. Where a checkpoint goes around units k to
@@ -204,9 +205,9 @@ def in_backward(runs: Sequence[Sequence[Unit]]) -> list[Action]:
         unshards = [Action("unshard", unit) for unit in dict.fromkeys(part) if unit not in whole]
         whole.update(part)
         actions += [*unshards[:1], *latest, *unshards[1:]]
-        earlier = {unit for before in runs[:index] for unit in before}
-        done = [unit for place, unit in enumerate(part) if unit not in earlier and unit not in part[:place]]
-        reductions = [Action("reduce", unit) for unit in reversed(done)]
+        earlier = {unit for earlier_part in runs[:index] for unit in earlier_part}
+        finished_units = [unit for place, unit in enumerate(part) if unit not in earlier and unit not in part[:place]]
+        reductions = [Action("reduce", unit) for unit in reversed(finished_units)]
         actions += reductions[:-1]
         latest = reductions[-1:]
     return [*actions, *latest]

@@ -29,17 +29,17 @@ from ddp_lab.strategy.options import StrategyOptions
 
 
 class Offload(NamedTuple):
-    """What `--offload WHAT[:FOLDER]` says: `optimizer` or `parameters`, and where files are, if in files."""
+    """The parts of `--offload WHAT[:FOLDER]`: `optimizer` or `parameters`, and the folder of the files, if any."""
 
-    what: str
+    part: str
     folder: Path | None = None
 
     @classmethod
     def of(cls, text: str | None) -> "Offload | None":
         if text is None:
             return None
-        what, _, folder = text.partition(":")
-        return cls(what, Path(folder) if folder else None)
+        part, _, folder = text.partition(":")
+        return cls(part, Path(folder) if folder else None)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, is_copied: bool = False) -> Tensor:
         """A tensor in host memory or in a file, of zeros if it is in a file.
@@ -98,7 +98,7 @@ class Placement(NamedTuple):
             trained_with = (
                 self.param_dtype.itemsize * size.trainable_elements if self.param_dtype else size.trainable_bytes
             )
-            takes_all = self.offload.what == "parameters"
+            takes_all = self.offload.part == "parameters"
             expected["parameters"] = 0 if takes_all else per_rank(trained_with, ranks) + frozen_shard
         if "gradients" not in shards and self.reduce_dtype:
             whole = self.reduce_dtype.itemsize * size.trainable_elements
@@ -116,7 +116,7 @@ class Placement(NamedTuple):
         """
         if not self.offload:
             return 0
-        offloaded = size.parameter_bytes if self.offload.what == "parameters" else size.trainable_bytes
+        offloaded = size.parameter_bytes if self.offload.part == "parameters" else size.trainable_bytes
         return per_rank((1 + optimizer_values) * size.trainable_bytes + offloaded, ranks)
 
 

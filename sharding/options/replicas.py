@@ -35,18 +35,18 @@ class SumOverReplicas:
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
-        self._own: Tensor | None = None  # the sum over the ranks that shard, of which replicas have not been told
+        self._unsent_sum: Tensor | None = None  # the sum over the ranks that shard, not yet sent to replicas
         self._in_flight: list[tuple[dist.Work, Tensor]] = []
         self._abandoned: list[tuple[dist.Work, Tensor]] = []
 
     def add(self, part: Tensor) -> None:
         """Take a micro-batch's sum over the ranks that shard."""
-        self._own = part if self._own is None else self._own.add_(part)
+        self._unsent_sum = part if self._unsent_sum is None else self._unsent_sum.add_(part)
 
     def start(self, averages: bool) -> None:
         """Start the all-reduce of what has been added, if anything. `averages`: Divide it by the number of replicas."""
-        if self._own is not None:
-            sent, self._own = self._own.to(self._dtype), None
+        if self._unsent_sum is not None:
+            sent, self._unsent_sum = self._unsent_sum.to(self._dtype), None
             op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
             work = dist.all_reduce(sent, op, self._group, async_op=True)
             assert work is not None, "an asynchronous collective gives a handle"
@@ -62,10 +62,10 @@ class SumOverReplicas:
 
     def abandon(self) -> bool:
         """Begin anew. Returns whether an all-reduce may still write into what was added."""
-        self._own = None
+        self._unsent_sum = None
         self._abandoned += self._in_flight
         was_in_flight, self._in_flight = bool(self._in_flight), []
         return was_in_flight
 
     def tensors(self) -> list[Tensor]:
-        return [*(total for _, total in self._in_flight), *([] if self._own is None else [self._own])]
+        return [*(total for _, total in self._in_flight), *([] if self._unsent_sum is None else [self._unsent_sum])]

@@ -104,7 +104,7 @@ class Block(Unit):
 
     def begin_forward(self) -> None:
         self.running = self.awaited_inputs = 0
-        self.given: list[tuple[Tensor, int]] = []
+        self.input_versions: list[tuple[Tensor, int]] = []
         self.low_precision.begin_forward()
 
     def forget(self) -> None:
@@ -126,16 +126,16 @@ class Block(Unit):
     def is_over(self) -> bool:
         return not self.awaited_inputs and super().is_over
 
-    def before_module(self, inputs: Any, computes_again: bool, then: Callable[[], None]) -> None:
-        """Where frozen parameters are read for gradients of a module's inputs, await these. `then` runs behind each."""
+    def before_module(self, inputs: Any, computes_again: bool, callback: Callable[[], None]) -> None:
+        """If frozen parameters are read for gradients of a module's inputs, await these. `callback` runs at each."""
         leaves = tensors_with_gradient(inputs)
-        self.given = [(leaf, leaf._version) for leaf in leaves]
+        self.input_versions = [(leaf, leaf._version) for leaf in leaves]
         if not self.has_frozen or (computes_again and self.awaited_inputs >= 0):  # awaited since forward
             return
 
         def on_gradient(_: Tensor) -> None:
             self.awaited_inputs -= 1
-            then()
+            callback()
 
         self.awaited_inputs = max(self.awaited_inputs, 0) + len(leaves)
         for leaf in leaves:
@@ -143,14 +143,18 @@ class Block(Unit):
         if not (self.awaited_inputs or torch.is_grad_enabled()):
             self.awaited_inputs = -1
 
-    def made_of(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Those that the module that has run made or changed. What it hands on, such as T5's position bias, gets its
-        gradient when backward is at the unit that made it, long behind this one."""
-        given, self.given = self.given, []
-        return [out for out in outputs if not any(out is leaf and out._version == version for leaf, version in given)]
+    def new_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs that the module made or changed. An input that it returns, such as T5's position bias, gets its
+        gradient when backward is at the unit that made it, long after this one."""
+        input_versions, self.input_versions = self.input_versions, []
+        return [
+            out
+            for out in outputs
+            if not any(out is leaf and out._version == version for leaf, version in input_versions)
+        ]
 
     def take_part(self) -> None:
-        """Send this rank's shard to ranks that need the unit now. Here it stays as it is."""
+        """Send this rank's shard to ranks that need the unit now. The unit stays as it is on this rank."""
         if self.is_sharded:
             self.unshard()
             self.reshard()

@@ -2,7 +2,7 @@
 
 A schedule runs many forward and backward passes of one stage in an order of its own. To gather a unit for each of them
 would send all parameters twice a micro-batch, and the stage behind would wait for it. So a stage is gathered once a
-step, before its first forward pass, and freed behind its last backward pass. In between it is ZeRO-2, whose gradients
+step, before its first forward pass, and freed after its last backward pass. In between it is ZeRO-2, whose gradients
 are reduced once.
 
 What is sent: one all-gather and one reduce-scatter of the stage's parameters a step, as in ZeRO-1.

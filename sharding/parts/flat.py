@@ -118,7 +118,7 @@ class FlatParameters:
         self.parameters, self.groups = list(parameters), groups
         self.group, self.rank = groups.shard, dist.get_rank(groups.shard)
         first, offload = parameters[0], placement.offload
-        self.is_offloaded = offload is not None and (first.requires_grad or offload.what == "parameters")
+        self.is_offloaded = offload is not None and (first.requires_grad or offload.part == "parameters")
         self.dtype, self.device, dtype = first.dtype, first.device, placement.param_dtype or first.dtype
         item_bytes = min(dtype.itemsize, first.element_size())
         self.layout = Layout([p.shape for p in parameters], dist.get_world_size(self.group), item_bytes)
@@ -132,15 +132,15 @@ class FlatParameters:
             parameter.data = view
 
         # the shard, and what of each parameter is in it
-        self.shard = self._kept(self.layout.shard_of(values, self.rank), offload)
+        self.shard = self._stored(self.layout.shard_of(values, self.rank), offload)
         self.places = self.layout.pieces(self.rank)
         lengths = [place.end - place.start for place in self.places]
         self._lengths = [*lengths, self.layout.shard_numel - sum(lengths)]
         parts = {self.parameters[place.slot]: self.shard[place.start : place.end] for place in self.places}
         self.pieces = self.updated = {parameter: nn.Parameter(part) for parameter, part in parts.items()}
         if self.is_offloaded:  # of their shapes, on the device, and without memory of their own
-            nothing = torch.zeros((), dtype=self.dtype, device=self.device)
-            self.pieces = {parameter: nn.Parameter(nothing.expand(part.shape)) for parameter, part in parts.items()}
+            zero = torch.zeros((), dtype=self.dtype, device=self.device)
+            self.pieces = {parameter: nn.Parameter(zero.expand(part.shape)) for parameter, part in parts.items()}
 
     def _of_rank0(self, values: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """Rank 0's `values` in a flat tensor, (padded_numel,). Collective."""
@@ -151,8 +151,8 @@ class FlatParameters:
         dist.broadcast(flat, group=self.groups.work, group_src=0)
         return flat
 
-    def _kept(self, part: Tensor, offload: Offload | None) -> Tensor:
-        """This rank's values, where they are updated."""
+    def _stored(self, part: Tensor, offload: Offload | None) -> Tensor:
+        """This rank's values, in the memory where the optimizer updates them."""
         if offload is not None and self.is_offloaded:
             return offload.empty(part.shape, part.dtype, is_copied=True).copy_(part)
         return part.clone() if self.keeps_shard_apart else part
@@ -168,7 +168,7 @@ class FlatParameters:
             self.layout.shard_of(self.full, self.rank).copy_(self.shard, non_blocking=True)
 
     def shard_has_changed(self) -> None:
-        """Bring to the device what it keeps of the shard between steps. Here nothing: `full` is gathered."""
+        """Bring to the device what it keeps of the shard between steps: nothing, because `full` is gathered."""
 
     def tensors(self) -> list[Tensor]:
         """What is on the device."""

@@ -53,14 +53,14 @@ class GradientBucket:
         self._padding, self._empty = flat.layout.padded_numel - flat.layout.numel, flat.full.new_empty(0)
         self._placed: set[int] = set()
         self.full: Tensor | None = None
-        self._ours: Tensor | None = None  # `full`, unless autograd made it
+        self._allocated: Tensor | None = None  # `full`, unless autograd made it
         self._views: Sequence[Tensor] = ()
         self.in_flight: Pending | None = None
         self._abandoned: list[object] = []
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new step: no gradient is here, and none is in the shard."""
+        """Begin a new step, without gradients in the full tensor or the shard."""
         to_replicas = self.replicas is not None and self.replicas.abandon()
         if self.in_flight or to_replicas:  # of a step that was abandoned: the reduction may go on in the old tensors
             self._abandoned.append((self.in_flight, self.tensors()))
@@ -70,7 +70,7 @@ class GradientBucket:
 
     def drop(self) -> None:
         """Free the full gradients."""
-        self.full = self._ours = self.in_flight = None
+        self.full = self._allocated = self.in_flight = None
         self._views = ()
         self._placed.clear()
 
@@ -83,42 +83,42 @@ class GradientBucket:
 
     @torch.no_grad()
     def collect(self, is_last: bool = False) -> None:
-        """Move the gradients here that autograd has made since, by one copy. `is_last`: No further one comes before the
+        """Move new gradients into the full tensor, by one copy. `is_last`: no further gradient comes before the
         reduction."""
         gradients = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
         views: Sequence[Tensor | None] = self._views or [None] * len(self.flat.parameters)
         new = {slot: grad for slot, grad in gradients if grad is not None and grad is not views[slot]}
         if self.full is None and len(new) == len(self.flat.parameters) and not self.casts:
-            self.full = self.made_of(list(new.values()))
+            self.full = self.flat_of(list(new.values()))
         elif new:
             self._place(new)
         self._placed |= new.keys()
         for slot in range(len(self.flat.parameters)) if is_last else new:
             self.flat.parameters[slot].grad = self.views[slot] if self.keeps_views and not is_last else None
 
-    def made_of(self, gradients: Sequence[Tensor]) -> Tensor:
+    def flat_of(self, gradients: Sequence[Tensor]) -> Tensor:
         """The full tensor: one gradient that fills it as it is, or a copy of them all."""
         if len(gradients) == 1 and not self._padding and is_own(gradients[0]):
             return gradients[0].view(-1)
         padding = gradients[0].new_zeros(self._padding) if self._padding else self._empty
-        self._ours = flatten([*gradients, padding])
-        return self._ours
+        self._allocated = flatten([*gradients, padding])
+        return self._allocated
 
     def make_full(self) -> Tensor:
-        """The full tensor, made if it is not there."""
+        """The full tensor, allocated if there is none."""
         if self.full is None:
-            self.full = self._ours = torch.empty_like(self.flat.full, dtype=self.dtype)
+            self.full = self._allocated = torch.empty_like(self.flat.full, dtype=self.dtype)
             if self._padding:
                 self.full[self.flat.layout.numel :] = 0
         return self.full
 
     def _place(self, new: Mapping[int, Tensor]) -> None:
-        """Copy gradients here, or add them to those of earlier micro-batches."""
-        again = set() if self.keeps_views else new.keys() & self._placed
-        if first := new.keys() - again:
-            torch._foreach_copy_([self.views[slot] for slot in first], [new[slot] for slot in first])
-        if again:
-            torch._foreach_add_([self.views[slot] for slot in again], [new[slot] for slot in again])
+        """Copy gradients into the full tensor, or add them to the sums of earlier micro-batches."""
+        added_slots = set() if self.keeps_views else new.keys() & self._placed
+        if new_slots := new.keys() - added_slots:
+            torch._foreach_copy_([self.views[slot] for slot in new_slots], [new[slot] for slot in new_slots])
+        if added_slots:
+            torch._foreach_add_([self.views[slot] for slot in added_slots], [new[slot] for slot in added_slots])
 
     def complete(self) -> Tensor:
         """The full tensor, with zeros where this rank made no gradient."""
@@ -160,7 +160,7 @@ class GradientBucket:
         """Wait for the sum over replicas, if there are any."""
         if self.replicas is not None:
             if self.is_last:
-                self.replicas.start(self.averages)  # what is left if this micro-batch had no backward pass
+                self.replicas.start(self.averages)  # if this micro-batch had no backward pass
             for total in self.replicas.finish():
                 self.take(total)
 
@@ -169,17 +169,17 @@ class GradientBucket:
         self.shard = total.to(self.flat.dtype)
 
     def tensors(self) -> list[Tensor]:
-        held = [self.full, self.shard, self._sum, *(self.replicas.tensors() if self.replicas else ())]
-        return [tensor for tensor in held if tensor is not None]
+        candidates = [self.full, self.shard, self._sum, *(self.replicas.tensors() if self.replicas else ())]
+        return [tensor for tensor in candidates if tensor is not None]
 
     @property
     def full_bytes(self) -> int:
-        """What a reduction sends."""
+        """Bytes that a reduction sends."""
         return self.flat.layout.padded_numel * self.dtype.itemsize
 
     @property
     def shard_bytes(self) -> int:
-        """What a sum over replicas sends."""
+        """Bytes that a sum over replicas sends."""
         return self.flat.layout.shard_numel * self.dtype.itemsize
 
 
@@ -195,11 +195,11 @@ class ShardedGradientBucket(GradientBucket):
 
     def reset(self) -> None:
         if self.in_flight:  # of a step that was abandoned: it may go on in the old tensor
-            self._ours = None
+            self._allocated = None
         super().reset()
 
     def drop(self) -> None:
-        free(self._ours)
+        free(self._allocated)
         self._sum = None
         super().drop()
 

@@ -34,14 +34,14 @@ def plan_units(module: nn.Module, cap_bytes: float) -> list[UnitPlan]:
         if layer is module or layer in inside or next(layer.parameters(recurse=False), None) is None:
             continue
         inside |= set(layer.modules())
-        own = [p for p in layer.parameters() if uses[id(p)] == 1]
-        if not own or isinstance(layer, nn.ParameterList | nn.ParameterDict):  # which nobody calls
+        parameters = [p for p in layer.parameters() if uses[id(p)] == 1]
+        if not parameters or isinstance(layer, nn.ParameterList | nn.ParameterDict):  # which nobody calls
             continue
-        if plans and bytes_of(plans[-1].parameters) + bytes_of(own) <= cap_bytes:
+        if plans and bytes_of(plans[-1].parameters) + bytes_of(parameters) <= cap_bytes:
             plans[-1].modules.append(layer)
-            plans[-1].parameters.extend(own)
+            plans[-1].parameters.extend(parameters)
         else:
-            plans.append(UnitPlan([layer], own))
+            plans.append(UnitPlan([layer], parameters))
     return plans if len(plans) > 1 else []
 
 

@@ -121,8 +121,8 @@ class ShardedStrategy(Strategy):
         return self.groups.of_experts if parameter in self.of_experts else self.groups
 
     def broadcast_plain_tensors(self) -> None:
-        for group, held in self.by_group(self.plain_tensors()):
-            broadcast_from_rank0(held, group)
+        for group, tensors in self.by_group(self.plain_tensors()):
+            broadcast_from_rank0(tensors, group)
 
     def plain_tensors(self) -> list[Tensor]:
         """Parameters that are not sharded (frozen ones before ZeRO-3; without elements), and buffers."""
@@ -192,8 +192,10 @@ class ShardedStrategy(Strategy):
         return clip_parts(scaled, max_norm, self.groups.everyone, self.device, self.gradient_share())
 
     def gradient_tensors(self) -> Iterable[Tensor]:
-        own = (gradient for gradient in super().gradient_tensors() if not isinstance(gradient, GradientInShards))
-        return [*own, *(tensor for bucket in self.buckets for tensor in bucket.tensors())]
+        plain_gradients = (
+            gradient for gradient in super().gradient_tensors() if not isinstance(gradient, GradientInShards)
+        )
+        return [*plain_gradients, *(tensor for bucket in self.buckets for tensor in bucket.tensors())]
 
     def full_gradients(self) -> dict[str, Tensor]:
         names = {parameter: name for name, parameter in self.trainable.items()}
@@ -283,12 +285,12 @@ class ShardedStrategy(Strategy):
         state = self.of_this_part(state)
         require_matching_state(shapes_of(self.module), state, self.process_group)
         self.finish_parameter_synchronization()
-        own = self.module.state_dict(keep_vars=True)
-        given = {own[name]: tensor for name, tensor in state.items()} if self.groups.is_first_copy else {}
+        targets = self.module.state_dict(keep_vars=True)
+        values = {targets[name]: tensor for name, tensor in state.items()} if self.groups.is_first_copy else {}
         with torch.no_grad():
             for flat in self.flats:
-                flat.set_values(given)
+                flat.set_values(values)
             for tensor in self.plain_tensors():
-                if tensor in given:
-                    tensor.copy_(given[tensor])
+                if tensor in values:
+                    tensor.copy_(values[tensor])
         self.broadcast_plain_tensors()

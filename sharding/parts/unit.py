@@ -38,7 +38,7 @@ class ShardedParameters(FlatParameters):
     def __init__(self, parameters: Sequence[nn.Parameter], groups: Groups, placement: Placement) -> None:
         super().__init__(parameters, groups, placement)
         self._resting: Tensor | None = None
-        if self.is_offloaded and placement.offload and placement.offload.what == "optimizer":
+        if self.is_offloaded and placement.offload and placement.offload.part == "optimizer":
             self._resting = self.shard.to(self.full.device, self.full.dtype, copy=True)
         nan = torch.full((), float("nan"), dtype=self.full.dtype, device=self.full.device)
         self._placeholders = [nan.expand(parameter.shape) for parameter in self.parameters]
@@ -109,7 +109,7 @@ class Unit:
 
     Attributes:
         buckets: The gradients of those `flats` that train.
-        stays: The unit stays whole behind its gradients, because another micro-batch follows.
+        stays: The unit stays whole after its gradients, because another micro-batch follows.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ class Schedule:
         """Wait until another unit's gradients may be made."""
         self.finish_reductions(IN_FLIGHT - 1)
 
-    def finish_reductions(self, left: int = 0) -> None:
-        """Wait for the oldest reduce-scatters until those of `left` units are in flight, and free their gradients."""
-        while len(self.in_flight) > left:
+    def finish_reductions(self, max_units: int = 0) -> None:
+        """Wait for the oldest reduce-scatters until `max_units` units are in flight, and free their gradients."""
+        while len(self.in_flight) > max_units:
             for bucket in self.in_flight.pop(0).buckets:
                 bucket.finish_reduction()
