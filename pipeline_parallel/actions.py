@@ -1,6 +1,6 @@
-"""What a rank of a pipeline does, one thing after the other: a schedule is a list of such actions. Imports no torch.
+"""The actions of a rank of a pipeline, in order: a schedule is a list of them. Imports no torch.
 
-The same list runs (`runner`), is drawn, and is checked on paper (`checks`).
+`runner` runs the list, `checks` simulates it without tensors, and reports draw it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,30 +65,32 @@ Compute = Callable[[Shape, int], Iterator[Action]]
 
 @cache
 def list_of(schedule: Compute, shape: Shape, rank: int) -> list[Action]:
-    """What a rank does in a step. Do not change it."""
+    """The actions of a rank in a step. The list is cached: do not change it."""
     return with_messages(schedule(shape, rank), shape)
 
 
 def with_messages(compute: Iterable[Action], shape: Shape) -> list[Action]:
-    """What a rank computes, with what it sends to its neighbours and receives from them.
+    """The computations of a rank, with the messages that it sends to its neighbours and receives from them.
 
-    A tensor is sent as soon as it is there. Each receive is posted one action ahead of the one that needs it, so that
-    the message is on its way while the rank computes.
+    A send follows the action that makes its tensor. A receive is posted one action before the action that needs it, so
+    that the message travels while the rank computes.
     """
     actions: list[Action] = []
-    behind = 0  # where the latest action that computes begins
+    latest_start = 0  # where the latest action that computes begins
     for action in compute:
         received, sent = messages_of(action, shape)
         if received:
-            made_before = behind < len(actions) and actions[behind][1:] == action[1:]  # of which this is the gradient
-            actions.insert(len(actions) if made_before else behind, received)
-        behind = len(actions)
+            made_before = (
+                latest_start < len(actions) and actions[latest_start][1:] == action[1:]
+            )  # `action` is its gradient
+            actions.insert(len(actions) if made_before else latest_start, received)
+        latest_start = len(actions)
         actions += [action, *([sent] if sent else [])]
     return actions
 
 
 def messages_of(action: Action, shape: Shape) -> tuple[Action | None, Action | None]:
-    """What an action waits for from another rank, and what it makes for another rank."""
+    """The message that an action waits for, and the message that it makes for another rank."""
     kind, stage, micro_batch = action
     is_first, is_last = stage == 0 or shape.ranks == 1, stage == shape.stages - 1 or shape.ranks == 1
     received = sent = None
@@ -118,11 +120,11 @@ def source_of(received: Action) -> Action:
 
 @cache
 def arrived_by(schedule: Compute, shape: Shape, rank: int) -> Mapping[Action, Sequence[Action]]:
-    """For each message that a rank receives: which of its own to the same rank were used there before it was sent."""
+    """For each message that a rank receives: which of its own messages the sender has used before it sent this one."""
     arrived: dict[Action, Sequence[Action]] = {}
-    for other in {(rank - 1) % shape.ranks, (rank + 1) % shape.ranks}:
+    for neighbour in {(rank - 1) % shape.ranks, (rank + 1) % shape.ranks}:
         used: list[Action] = []
-        for action in schedule(shape, other):
+        for action in schedule(shape, neighbour):
             used += [message for message in needed_by(action, shape) if message.stage % shape.ranks == rank]
             _, sent = messages_of(action, shape)
             for received, (kind, distance) in SENT.items():

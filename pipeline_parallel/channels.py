@@ -4,7 +4,7 @@ Each pair of neighbours has two channels, one for each direction of travel, in a
 activations never queue behind gradients, and a receive that is posted ahead holds back no send. Within a channel,
 messages arrive in the order in which they were sent.
 
-The host waits for nothing that a device does, but for the first message of a kind: its shape and dtype are told before.
+The host never waits for a device, except at the first message of a kind: its shape and dtype are sent first.
 """
 
 from collections import deque
@@ -21,8 +21,8 @@ from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.runtime.groups import exchange_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-NOTHING = (0,)  # the shape of what stands for hidden states that a stage does not make, if their form is not known
-TOLD = 12  # numbers that tell a tensor's form: its dtype, and its lengths along up to 11 dimensions
+NOTHING = (0,)  # the shape of a stand-in for hidden states whose form is not known
+FORM_NUMBERS = 12  # numbers of a tensor's form: its dtype, and its lengths along up to 11 dimensions
 
 
 class Channel:
@@ -41,30 +41,30 @@ class Channel:
         self._expected: deque[Receipt] = deque()  # not posted yet, in order
 
     def send(self, key: Hashable, tensor: Tensor, name: Hashable = None) -> None:
-        """Post a send. What has arrived by now is let go."""
+        """Post a send, and free the messages that have arrived."""
         while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
         self.check(key, tensor)
         if key not in self._forms:
             self._forms[key] = tensor.dtype, list(tensor.shape)
-            numbers = [DTYPES.index(tensor.dtype), *tensor.shape, *[-1] * (TOLD - 1 - tensor.ndim)]
+            numbers = [DTYPES.index(tensor.dtype), *tensor.shape, *[-1] * (FORM_NUMBERS - 1 - tensor.ndim)]
             self._post(torch.tensor(numbers, dtype=torch.int64, device=self._exchange_device))
         self._post(tensor.detach().contiguous(), name)
 
     def check(self, key: Hashable, tensor: Tensor) -> None:
         """Refuse what cannot be sent."""
         form = tensor.dtype, list(tensor.shape)
-        wanted = self._forms.get(key, form if tensor.dtype in DTYPES else "floating point")
-        if wanted != form:
-            raise OneRankError(f"a pipeline sends {form} where batches of this form lead to {wanted}")
+        known_form = self._forms.get(key, form if tensor.dtype in DTYPES else "floating point")
+        if known_form != form:
+            raise OneRankError(f"a pipeline sends {form} where batches of this form lead to {known_form}")
 
     def stand_in(self, key: Hashable) -> Tensor:
-        """What to send in the place of a tensor that is not there."""
+        """NaN in the form of the message `key`, to send where a stage made no tensor."""
         dtype, shape = self._forms.get(key, (torch.float32, NOTHING))
         return torch.full(shape, torch.nan, dtype=dtype, device=self.device)
 
     def nbytes(self, key: Hashable) -> int:
-        """Of a message that has been here."""
+        """Bytes of a message whose form is known."""
         dtype, shape = self._forms[key]
         return dtype.itemsize * prod(shape)
 
@@ -74,8 +74,8 @@ class Channel:
         self._in_flight.append((name, work, tensor))
 
     def let_go(self, name: Hashable) -> None:
-        """Message `name` has arrived, and all before it. Over Gloo nothing but a wait says so."""
-        while any(name == one for one, _, _ in self._in_flight):
+        """Free message `name`, which has arrived, and those before it. Gloo notices an arrival only in a wait."""
+        while any(name == sent_name for sent_name, _, _ in self._in_flight):
             self._in_flight.popleft()[1].wait()
 
     def finish(self) -> None:
@@ -92,12 +92,12 @@ class Channel:
         return receipt
 
     def post_until(self, receipt: "Receipt") -> None:
-        """Let the sender tell the forms that are not known, up to that of `receipt`. The host waits for it."""
+        """Receive unknown forms from the sender, up to that of `receipt`. The host waits for them."""
         while receipt.work is None:
             if self._expected[0].key not in self._forms:
-                told = torch.empty(TOLD, dtype=torch.int64, device=self._exchange_device)
-                dist.recv(told, group=self._group, group_src=self._source)
-                dtype, *shape = told.tolist()
+                numbers = torch.empty(FORM_NUMBERS, dtype=torch.int64, device=self._exchange_device)
+                dist.recv(numbers, group=self._group, group_src=self._source)
+                dtype, *shape = numbers.tolist()
                 self._forms[self._expected[0].key] = DTYPES[dtype], [length for length in shape if length >= 0]
             self._post_receive()
 
@@ -109,7 +109,7 @@ class Channel:
 
 
 class Receipt:
-    """A tensor that is on its way."""
+    """A tensor in flight."""
 
     def __init__(self, channel: Channel, key: Hashable) -> None:
         self._channel, self.key = channel, key
@@ -117,7 +117,7 @@ class Receipt:
         self.work: dist.Work | None = None
 
     def tensor(self) -> Tensor:
-        """Wait until it is here; on a GPU, let the current stream wait."""
+        """Wait until it has arrived; on a GPU, let the current stream wait."""
         self._channel.post_until(self)
         assert self.work is not None and self.into is not None, "it is posted"
         self.work.wait()
@@ -149,13 +149,13 @@ def open_channels(
         pairs = list(pairwise(ranks)) + [(ranks[-1], ranks[0])] * is_ring
         ways = [("activation", pair) for pair in pairs] + [("gradient", pair[::-1]) for pair in pairs]
         ways += [("tied value", (ranks[0], ranks[-1])), ("tied gradient", (ranks[-1], ranks[0]))] * ties
-        for what, ends in ways:
-            name = f"stage {stage[ends[0]]}-{stage[ends[1]]} {what}s"
+        for content, ends in ways:
+            name = f"stage {stage[ends[0]]}-{stage[ends[1]]} {content}s"
             group = dist.new_group(sorted(ends), timeout, group_desc=name)
             if rank not in ends or not isinstance(group, dist.ProcessGroup):
                 continue
             channel = Channel(group, sorted(ends).index(ends[0]), device)
-            channels[what, "out" if rank == ends[0] else "in"] = channel
+            channels[content, "out" if rank == ends[0] else "in"] = channel
             if rank == ends[0]:
                 channel.send("opening", torch.zeros(1, dtype=torch.float32, device=device))
                 channel.finish()

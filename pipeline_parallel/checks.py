@@ -1,6 +1,6 @@
-"""What can be known of a schedule on paper: that it never waits for itself, and how long it takes.
+"""Simulates a schedule: whether it deadlocks, and how long it takes.
 
-Without torch, and without a clock: passes have the lengths that one gives them.
+Without torch and without a clock: the caller gives the lengths of passes.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ UNIT_COSTS: Mapping[Kind, float] = {
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step on paper.
+    """A simulated step.
 
     Attributes:
         spans: By rank, each action that computes with its start and end.
@@ -47,7 +47,7 @@ def run_on_paper(
     costs: Mapping[Kind, float] = UNIT_COSTS,
     factors: Sequence[float] | None = None,
 ) -> Timeline:
-    """Walk all lists as ranks would, which only wait for what they receive.
+    """Walk all lists as ranks would, which wait only for messages.
 
     Args:
         costs: Of a pass of a micro-batch through all stages of a rank.
@@ -56,21 +56,23 @@ def run_on_paper(
     Raises:
         ValueError: the ranks wait for each other for ever; says who waits for what.
     """
-    left, clocks = [deque(actions) for actions in lists], [0.0] * len(lists)
+    remaining, clocks = [deque(actions) for actions in lists], [0.0] * len(lists)
     sent: dict[Action, float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in lists]
-    while any(left):
-        ready = [rank for rank, actions in enumerate(left) if actions and needed_by(actions[0], shape) <= sent.keys()]
+    while any(remaining):
+        ready = [
+            rank for rank, actions in enumerate(remaining) if actions and needed_by(actions[0], shape) <= sent.keys()
+        ]
         if not ready:
-            stuck = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions]
+            stuck = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(remaining) if actions]
             raise ValueError(f"the schedule waits for itself: {', '.join(stuck)}")
         for rank in ready:
-            action = left[rank].popleft()
+            action = remaining[rank].popleft()
             if action.kind.computes:
                 start = max(clocks[rank], *(sent[message] for message in needed_by(action, shape)), 0)
                 factor = factors[action.stage] if factors else 1
                 clocks[rank] = start + factor * costs[action.kind] / shape.stages_per_rank
                 spans[rank].append((action, start, clocks[rank]))
             else:
-                sent[action] = clocks[rank]  # a receive stands here, too, and nobody asks for it
+                sent[action] = clocks[rank]  # also for a receive, which no action needs
     return Timeline(spans)

@@ -93,18 +93,18 @@ def cut_into_stages(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.model)
     chain, places = partition(module, ranks * stages_per_rank, split)
-    own, tokens = range(rank, ranks * stages_per_rank, ranks), None
+    own_stages, tokens = range(rank, ranks * stages_per_rank, ranks), None
     layers = ModelParallel(groups.model, groups.everyone, {}, groups.tensor)
     if cut_over_tensor is not None:
         layers = cut_over_tensor()
         chain = [(name, module.get_submodule(name)) for name, _ in chain]  # some have been replaced
         assert isinstance(layers.traffic, Traffic)
-        layers.traffic.keep([name for (name, _), stage in zip(chain, places, strict=True) if stage in own])
+        layers.traffic.keep([name for (name, _), stage in zip(chain, places, strict=True) if stage in own_stages])
         tokens = layers.traffic.ranks.tokens
     shared = shared_of(chain, places)
     is_ring, timeout = stages_per_rank > 1, timeout_of(groups.everyone)
     channels = open_channels(pipelines_of(groups), device, is_ring, bool(shared), timeout)
-    stages = Stages(module, chain, places, own, tokens)
+    stages = Stages(module, chain, places, own_stages, tokens)
     tied = tie(shared, module, channels, rank, ranks)
     pipeline = Pipeline(stages, channels, group, SCHEDULES[schedule], stages_per_rank, tied)
     aliases = {name: names[0] for names in shared.values() for name in names[1:]}

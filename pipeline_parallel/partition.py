@@ -41,9 +41,9 @@ def partition(module: nn.Module, stages: int, split: Split | None = None) -> tup
         places = stages_of(are_blocks, of_blocks)
     inside = {layer for _, part in chain for layer in part.modules()}
     for path, layer in module.named_modules():
-        own = [name for name in layer.state_dict() if "." not in name]
-        if own and layer not in inside:
-            name = f"{path}.{own[0]}".lstrip(".")
+        tensor_names = [name for name in layer.state_dict() if "." not in name]
+        if tensor_names and layer not in inside:
+            name = f"{path}.{tensor_names[0]}".lstrip(".")
             raise UnsupportedError(f"--mesh with pp: {name} is in no module that a stage could hold; put it into one")
     return chain, places
 
@@ -62,9 +62,9 @@ def _listed(module: nn.Module, split: Sequence[Sequence[str]]) -> tuple[Chain, l
     return [(name, module.get_submodule(name)) for name in places], list(places.values())
 
 
-def overlap(name: str, other: str) -> bool:
+def overlap(name: str, other_name: str) -> bool:
     """Whether one of two modules is the other, or holds it."""
-    return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
+    return f"{name}.".startswith(f"{other_name}.") or f"{other_name}.".startswith(f"{name}.")
 
 
 def kind_of(module: nn.Module) -> str:
@@ -100,8 +100,8 @@ def costs_of(chain: Chain) -> list[int]:
 
     def cost(part: nn.Module) -> int:
         layers = [layer for layer in part.modules() if not isinstance(layer, nn.Embedding)]
-        own = {p for layer in layers for p in layer.parameters(recurse=False)}
-        return sum(p.numel() for p in own if p.ndim >= 2)
+        weights = {p for layer in layers for p in layer.parameters(recurse=False)}
+        return sum(p.numel() for p in weights if p.ndim >= 2)
 
     return [cost(part) for _, part in chain]
 
@@ -144,10 +144,10 @@ def stages_of(are_blocks: Sequence[bool], split: Sequence[int]) -> list[int]:
     """
     count = sum(are_blocks)
     if sum(split) != count or min(split) < 1:
-        given = ",".join(map(str, split))
+        numbers = ",".join(map(str, split))
         raise UnsupportedError(
-            f"--pipeline-split {given}: {len(split)} stages of {sum(split)} blocks, but the model has {count} blocks, "
-            "and each stage at least one"
+            f"--pipeline-split {numbers}: {len(split)} stages of {sum(split)} blocks, but the model has {count} "
+            "blocks, and each stage at least one"
         )
     first = are_blocks.index(True)
     of_blocks = [stage for stage, number in enumerate(split) for _ in range(number)]

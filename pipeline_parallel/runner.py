@@ -35,7 +35,7 @@ CHANNEL_OF = {
 
 
 def form_of(batch: Any) -> Hashable:
-    """What decides, with the stage, the form of the hidden states in front of it and behind it: known on both sides."""
+    """The form of a batch. With the stage, it decides the form of the stage's input and output, on both sides alike."""
     return tuple((tensor.dtype, tensor.shape) for tensor in tensors_in(batch))
 
 
@@ -63,11 +63,11 @@ class Pipeline:
         return Shape(self._group.size(), micro_batches, self._per_rank)
 
     def channel(self, message: Action) -> Channel:
-        """The one through which it goes."""
+        """The channel of a message."""
         return self._channels[CHANNEL_OF[message.kind]]
 
     def actions(self, micro_batches: int) -> list[Action]:
-        """What this rank does in a step."""
+        """The actions of this rank in a step."""
         return list_of(self._schedule, self.shape(micro_batches), self._group.rank())
 
     def begin(self, module: nn.Module) -> None:
@@ -94,15 +94,19 @@ class Pipeline:
         hidden = [self.channel(message).nbytes((message.stage, self._latest)) for message in messages]
         values, gradients = self.tied.sizes() if self.tied else ([], [])
         sizes = {"activations": hidden, "parameters": values, "gradients": gradients}
-        return [Collective("send_recv", len(own), sum(own), 2, what, PIPELINE) for what, own in sizes.items() if own]
+        return [
+            Collective("send_recv", len(message_bytes), sum(message_bytes), 2, content, PIPELINE)
+            for content, message_bytes in sizes.items()
+            if message_bytes
+        ]
 
     def _finish(self) -> None:
-        """Wait until nothing that this rank has sent is on its way."""
+        """Wait until all messages of this rank have arrived."""
         for channel in self._channels.values():
             channel.finish()
 
     def answer(self, forward: RunModel, args: Any, kwargs: Any) -> Any:
-        """What the whole model answers, on all ranks: `.loss` and `.logits`. Collective over the pipeline.
+        """Returns the whole model's output on all ranks: `.loss` and `.logits`. Collective over the pipeline.
 
         Logits of tokens that have a loss are left out: nobody needs them, and each is as long as the vocabulary.
 
@@ -115,37 +119,37 @@ class Pipeline:
             )
         if self.tied is not None:
             self.tied.refresh()
-        made: Any = None
+        output: Any = None
         form = form_of((args, kwargs))
-        for stage in self.stages.own:
+        for stage in self.stages.stage_numbers:
             hidden = self._channels["activation", "in"].receive((stage, form)).tensor() if stage else None
-            behind = self._channels["activation", "out"] if stage + 1 < self.shape(1).stages else None
-            made = self.stages.attempt(stage, hidden, lambda: forward(*args, **kwargs), behind, (stage, form))
-            if behind is not None:
-                behind.send((stage, form), made)
+            channel = self._channels["activation", "out"] if stage + 1 < self.shape(1).stages else None
+            output = self.stages.attempt(stage, hidden, lambda: forward(*args, **kwargs), channel, (stage, form))
+            if channel is not None:
+                channel.send((stage, form), output)
         self._finish()
-        return self._from_last(made)
+        return self._from_last(output)
 
-    def agree(self, group: dist.ProcessGroup, told: Any = None) -> list[Any]:
-        """What each rank of `group` tells the others. Collective.
+    def agree(self, group: dist.ProcessGroup, value: Any = None) -> list[Any]:
+        """Gather the `value` of each rank of `group`. Collective.
 
         Raises:
-            UnsupportedError: on every rank, a stage of one of them has refused what forward does.
+            UnsupportedError: on every rank, if a stage of one of them has refused forward.
         """
-        every: list[Any] = [None] * group.size()
-        dist.all_gather_object(every, (self.stages.refusal, told), group)
+        entries: list[Any] = [None] * group.size()
+        dist.all_gather_object(entries, (self.stages.refusal, value), group)
         self.stages.refusal = None
-        if refusals := [refusal for refusal, _ in every if refusal is not None]:
+        if refusals := [refusal for refusal, _ in entries if refusal is not None]:
             raise UnsupportedError(next(filter(None, refusals), "a stage of the pipeline has refused this batch"))
-        return [of_rank for _, of_rank in every]
+        return [entry for _, entry in entries]
 
-    def _from_last(self, made: Any) -> SimpleNamespace:
+    def _from_last(self, output: Any) -> SimpleNamespace:
         last = self._group.size() - 1
         answer: dict[str, Tensor] = {}
         if self._group.rank() == last:
-            loss, logits = getattr(made, "loss", None), getattr(made, "logits", None)
-            kept = {"loss": loss, "logits": logits if loss is None or logits is None or logits.ndim < 3 else None}
-            answer = {name: tensor.contiguous() for name, tensor in kept.items() if tensor is not None}
+            loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+            tensors = {"loss": loss, "logits": logits if loss is None or logits is None or logits.ndim < 3 else None}
+            answer = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
         forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in answer.items()}
         for name, form in self.agree(self._group, forms)[last].items():
             if name not in answer:
@@ -155,22 +159,22 @@ class Pipeline:
 
 
 class Pass(NamedTuple):
-    """What a rank holds of one micro-batch in one stage, between forward and backward.
+    """One micro-batch in one stage, between forward and backward.
 
     Attributes:
         received: The hidden states from the stage before; None in the first stage.
-        made: Where backward begins. It keeps the graph, but not the hidden states that were sent. None where nothing
-            trains up to here.
-        weights: With a backward pass in two, what is left of it.
+        root: Where backward begins. It keeps the graph, but not the hidden states that were sent. None if nothing
+            trains up to this stage.
+        weights: With a split backward pass, its second half.
     """
 
     received: Tensor | None
-    made: Any
+    root: Any
     weights: WeightGradients | None
 
 
 class Walk:
-    """A step of `pipeline` over `batches`: walks the list of actions, and does what each says."""
+    """A step of `pipeline` over `batches`: runs the list of actions."""
 
     def __init__(
         self,
@@ -184,12 +188,14 @@ class Walk:
         self._batches, self._forward, self._loss_of, self._backward_of = batches, forward, loss_of, backward_of
         self._shape, self._forms = pipeline.shape(len(batches)), [form_of(batch) for batch in batches]
         self._passes: dict[tuple[int, int], Pass] = {}
-        self._left: dict[tuple[int, int], WeightGradients] = {}  # gradients of weights, by stage and micro-batch
+        self._weight_gradients: dict[
+            tuple[int, int], WeightGradients
+        ] = {}  # gradients of weights, by stage and micro-batch
         self._receipts: dict[Action, Receipt] = {}
         self._ready: dict[Action, Tensor] = {}  # by the action that sends it
 
     def run(self, actions: Sequence[Action], arrived: Mapping[Action, Sequence[Action]]) -> None:
-        self._arrived = arrived  # what the other rank has used by then, by what it sends
+        self._arrived = arrived  # by received message, the messages that its sender has used
         self._splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
         for action in actions:
             with in_profile(action):
@@ -203,7 +209,7 @@ class Walk:
             self._run_forward(action)
         elif action.kind is Kind.BACKWARD_WEIGHT:
             with self._backward(action):
-                self._left.pop(action[1:]).compute()
+                self._weight_gradients.pop(action[1:]).compute()
         elif action.kind.computes:
             self._run_backward(action)
         else:
@@ -232,32 +238,32 @@ class Walk:
         if hidden is not None:
             hidden.requires_grad_()
         weights, run = WeightGradients() if self._splits else None, partial(self._forward, **self._batches[micro_batch])
-        behind = self._pipeline.channel(sent) if sent else None
+        channel = self._pipeline.channel(sent) if sent else None
         with weights or nullcontext():
-            answer = self._stages.attempt(stage, hidden, run, behind, (stage, self._forms[micro_batch]))
-        made: Any = None
+            answer = self._stages.attempt(stage, hidden, run, channel, (stage, self._forms[micro_batch]))
+        root: Any = None
         if sent:
-            made = torch.autograd.graph.get_gradient_edge(answer) if answer.requires_grad else None
+            root = torch.autograd.graph.get_gradient_edge(answer) if answer.requires_grad else None
             self._ready[sent] = answer.detach()
         elif answer is not None:
-            made = self._loss_of(micro_batch, answer)
-        self._passes[stage, micro_batch] = Pass(hidden, made, weights)
+            root = self._loss_of(micro_batch, answer)
+        self._passes[stage, micro_batch] = Pass(hidden, root, weights)
 
     def _run_backward(self, action: Action) -> None:
         received, sent = messages_of(action, self._shape)
         gradient = self._received(received)
-        hidden, made, weights = self._passes.pop(action[1:])
+        hidden, root, weights = self._passes.pop(action[1:])
         with self._backward(action), weights or nullcontext():
-            if made is not None:
+            if root is not None:
                 try:
-                    torch.autograd.backward([made], [gradient])
+                    torch.autograd.backward([root], [gradient])
                 except OneRankError as error:
                     self._stages.refuse(str(error))
         if sent:
             assert hidden is not None, "the first stage sends no gradient"
             self._ready[sent] = torch.full_like(hidden, torch.nan) if hidden.grad is None else hidden.grad
         if weights:
-            self._left[action[1:]] = weights
+            self._weight_gradients[action[1:]] = weights
 
     @contextmanager
     def _backward(self, action: Action) -> Iterator[None]:
@@ -270,6 +276,6 @@ class Walk:
                 self._tied.add_rest()
 
 
-def in_profile(*what: Any) -> AbstractContextManager[Any]:
+def in_profile(*words: Any) -> AbstractContextManager[Any]:
     """A range in the profile, which reports read: `pipeline F2.5`, and within it `pipeline wait RA2.5`."""
-    return record_function(" ".join(map(str, ("pipeline", *what)))) if _profiler_enabled() else nullcontext()
+    return record_function(" ".join(map(str, ("pipeline", *words)))) if _profiler_enabled() else nullcontext()

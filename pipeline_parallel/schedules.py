@@ -54,10 +54,10 @@ def interleaved(shape: Shape, rank: int) -> Iterator[Action]:
     ahead = total if shape.micro_batches % p else min(ahead, total)
     for stage, micro_batch in forward[:ahead]:
         yield Action(Kind.FORWARD, stage, micro_batch)
-    for done in range(total):
-        if ahead + done < total:
-            yield Action(Kind.FORWARD, *forward[ahead + done])
-        yield Action(Kind.BACKWARD, *backward[done])
+    for index in range(total):
+        if ahead + index < total:
+            yield Action(Kind.FORWARD, *forward[ahead + index])
+        yield Action(Kind.BACKWARD, *backward[index])
 
 
 def _rounds(shape: Shape) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 The stage before waits for the gradient of a stage's input, and nobody for those of weights. Backward of a product
 y = x w is two products: of x, dx = dy w^T, and of w, dw = x^T dy. Here backward makes the first, and notes x and dy for
-the second. What else trains (biases, norms, embeddings) gets its gradient at once: that costs little.
+the second. Biases, norms and embeddings get their gradients at once: they cost little.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class WeightGradients(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left: dict[Tensor | None, list[tuple[Tensor, Callable[[], Tensor]]]] = {}  # by parameter
+        self._products: dict[Tensor | None, list[tuple[Tensor, Callable[[], Tensor]]]] = {}  # by parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,14 +44,14 @@ class WeightGradients(TorchFunctionMode):
             leads_on = input.requires_grad
             if not leads_on:
                 input = input.detach().requires_grad_()  # so that there is a backward pass
-            return Product.apply(input, Weight(weight, leaf), bias, self._left, leads_on)
+            return Product.apply(input, Weight(weight, leaf), bias, self._products, leads_on)
 
     def compute(self) -> None:
         """Make the gradients of weights, and let autograd add them to those of earlier micro-batches: weight by weight,
-        so that one gradient alone is there twice, and still in a cache."""
-        while self._left:
-            left = self._left.pop(next(iter(self._left)))
-            torch.autograd.backward([weight for weight, _ in left], [product() for _, product in left])
+        so that only one gradient takes memory twice, and is still in a cache."""
+        while self._products:
+            products = self._products.pop(next(iter(self._products)))
+            torch.autograd.backward([weight for weight, _ in products], [product() for _, product in products])
 
 
 class Weight(NamedTuple):
@@ -67,10 +67,10 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, left: dict[Any, Any], leads_on: bool
+        ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, products: dict[Any, Any], leads_on: bool
     ) -> Tensor:
         ctx.save_for_backward(input, weight.tensor.detach())
-        ctx.left, ctx.weight, ctx.leads_on = left, weight, leads_on
+        ctx.products, ctx.weight, ctx.leads_on = products, weight, leads_on
         return functional.linear(input, weight.tensor, bias)
 
     @staticmethod
@@ -78,6 +78,6 @@ class Product(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         rows, gradients = input.detach().flatten(0, -2), gradient.flatten(0, -2)
         key = ctx.weight.leaf if ctx.weight.leaf.is_leaf else None  # others may come from one computation
-        ctx.left.setdefault(key, []).append((ctx.weight.tensor, lambda: gradients.t() @ rows))
+        ctx.products.setdefault(key, []).append((ctx.weight.tensor, lambda: gradients.t() @ rows))
         of_bias = gradients.sum(0) if ctx.needs_input_grad[2] else None
         return gradient @ weight if ctx.leads_on else None, None, of_bias, None, None

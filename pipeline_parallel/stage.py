@@ -2,9 +2,9 @@
 
 The model keeps its own `forward`, on every rank. All ranks have the same samples, so each makes masks, positions and
 the like for itself. Only the hidden states travel:
-- A module of an earlier stage answers with NaN, in the form of what the rank has received.
-- The first module of a stage that is called gets what the rank has received, in the place of this NaN.
-- The first call of a module of a later stage ends the forward pass: its first argument is what this stage makes.
+- A module of an earlier stage returns NaN, in the form of the hidden states that the rank has received.
+- The first module of a stage that is called gets the received hidden states in place of this NaN.
+- The first call of a module of a later stage ends the forward pass: its first argument is this stage's output.
 
 So names stay as they are, and the module of a rank is an ordinary one with ordinary parameters: a data-parallel
 strategy runs over it unchanged. It is right where forward calls modules of one stage after those of the stage before.
@@ -29,20 +29,20 @@ READS = frozenset({"item", "tolist", "numpy", "equal", "allclose", "__bool__", "
 """Functions that tell Python what is in a tensor."""
 
 
-class Handover(Exception):  # torch runs hooks that are always called behind no other
-    """Ends a forward pass in front of a module that another rank has: hidden states, and for whom they are."""
+class Handover(Exception):  # no BaseException: torch runs `always_call` hooks after an Exception only
+    """Ends a forward pass before a module of another rank. Carries the hidden states, and the module's name."""
 
 
 class NotHere(OneRankError, AttributeError):  # so that `hasattr` says no
-    """Forward reads what is on another rank."""
+    """Forward reads an attribute that is on another rank."""
 
 
-def refused(what: str) -> OneRankError:
-    return OneRankError(f"--mesh with pp: forward {what}")
+def refused(reason: str) -> OneRankError:
+    return OneRankError(f"--mesh with pp: forward {reason}")
 
 
 class Absent(Tensor):
-    """Hidden states that a later stage does not know, and what is made of them: NaN. A comparison would lose this."""
+    """Hidden states that a later stage does not know, and results of them: NaN. A comparison would lose this."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,13 +51,13 @@ class Absent(Tensor):
         if is_other or name.startswith("new_") or name.endswith("_like"):  # a form is read
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
-        made = super().__torch_function__(func, types, args, kwargs or {})
-        if name in READS or (isinstance(made, Tensor) and not (made.dtype.is_floating_point or made.dtype.is_complex)):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if name in READS or (isinstance(out, Tensor) and not (out.dtype.is_floating_point or out.dtype.is_complex)):
             raise refused(
                 f"reads values of hidden states between its modules ({name.strip('_')}), and later stages do not know "
                 "them; read them in a block, or take no pp"
             )
-        return made
+        return out
 
 
 class Elsewhere(nn.Module):
@@ -81,48 +81,53 @@ class Elsewhere(nn.Module):
 
 
 class Stages:
-    """The stages on this rank. Building them takes the modules of the others out of `module`.
+    """The stages on this rank. Building them takes the modules of other stages out of `module`.
 
     Args:
-        own: The numbers of the stages on this rank.
+        stage_numbers: The stages on this rank.
         places: The stage of each module of `chain`.
         tokens: With sequence parallelism, what cuts them.
 
     Attributes:
-        here: What stays: name, module, and stage.
-        refusal: Why a pass that others wait for is not done (`attempt`); empty if another stage knows.
+        parts: The modules that stay: name, module, and stage.
+        refusal: Why a pass that other ranks wait for is not done (`attempt`); empty if another stage knows.
     """
 
     def __init__(
-        self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int], tokens: Tokens | None = None
+        self,
+        module: nn.Module,
+        chain: Chain,
+        places: Sequence[int],
+        stage_numbers: Sequence[int],
+        tokens: Tokens | None = None,
     ) -> None:
-        self.own, self.tokens, self._stages = list(own), tokens, places[-1] + 1
+        self.stage_numbers, self.tokens, self._stages = list(stage_numbers), tokens, places[-1] + 1
         self.refusal: str | None = None
         self._current: tuple[int, Tensor | None] | None = None  # the stage that computes, and what it has received
         self._latest = -1, ""  # of the module that was called last: its stage, and its name
         placed = [(name, part, stage) for (name, part), stage in zip(chain, places, strict=True)]
-        self.here = [one for one in placed if one[2] in own]
-        kept: set[Any] = {each for _, part, _ in self.here for each in (part, *part.parameters())}
+        self.parts = [part for part in placed if part[2] in stage_numbers]
+        held_modules: set[Any] = {member for _, part, _ in self.parts for member in (part, *part.parameters())}
         for name, part, stage in placed:
-            if stage not in own:
+            if stage not in stage_numbers:
                 parent, _, child = name.rpartition(".")
                 elsewhere = Elsewhere(self, name, part, stage)
                 setattr(module.get_submodule(parent), child, elsewhere)
-                if part not in kept:  # forward may know it by a way of its own
+                if part not in held_modules:  # forward may know it by a way of its own
                     part.forward = elsewhere.forward
-                for parameter in {*part.parameters()} - kept:
+                for parameter in {*part.parameters()} - held_modules:
                     parameter.data = parameter.new_full((), torch.nan).expand(parameter.shape)
 
     def take_turns(self) -> None:
-        """Let each module here know when it is not its turn. The last to change their `forward`."""
-        for name, part, stage in self.here:
+        """Wrap the `forward` of each module of this rank, so that it knows its turn. No later wrapper may follow."""
+        for name, part, stage in self.parts:
             part.forward = partial(self._run, stage, name, part.forward)
 
     def attempt(
         self, stage: int, received: Tensor | None, forward: Callable[[], Any], channel: Channel | None, key: Hashable
     ) -> Any:
-        """As `run`, but a refusal is kept until all ranks are told. Until then others wait for no rank: something goes
-        through `channel` to the stage behind, if there is one."""
+        """As `run`, but a refusal is kept until all ranks learn of it. Until then no rank waits for ever: a stand-in
+        goes through `channel` to the next stage, if there is one."""
         if received is not None and received.shape == NOTHING:
             self.refuse("")
         if self.refusal is None:
@@ -140,11 +145,11 @@ class Stages:
         self.refusal = why if self.refusal is None else self.refusal
 
     def run(self, stage: int, received: Tensor | None, forward: Callable[[], Any]) -> Any:
-        """`forward()` of the whole model, of which `stage` alone computes: what the model answers, or hidden states for
-        the stage behind.
+        """Run `forward()` of the whole model, of which only `stage` computes. Returns the model's output, or hidden
+        states for the next stage.
 
         Args:
-            received: What the stage before has made. None for the first one.
+            received: The previous stage's hidden states. None for the first stage.
 
         Raises:
             OneRankError: forward does not go through the stages one after the other.
@@ -158,17 +163,17 @@ class Stages:
             if self._latest[0] in (-1, stage) or isinstance(error, AgreedError):
                 raise
             raise refused(
-                f"fails in stage {stage} behind {self._latest[1]}, which answers there with one tensor of the form of "
-                f"what is received ({type(error).__name__}: {error}); take what follows it into a block"
+                f"fails in stage {stage} after {self._latest[1]}, which returns one tensor there, in the form of the "
+                f"received hidden states ({type(error).__name__}: {error}); take what follows it into a block"
             ) from error
         finally:
             self._current = None
         if stage + 1 < self._stages and (to == "nobody" or not isinstance(answer, Tensor)):
-            what = f"hands {type(answer).__name__} from stage {stage} to {to}, and not one tensor"
-            raise refused(f"{what}; let modules take hidden states first, and answer with them alone")
+            reason = f"hands {type(answer).__name__} from stage {stage} to {to}, and not one tensor"
+            raise refused(f"{reason}; let modules take hidden states first, and return only them")
         if any(
-            isinstance(made, Absent)
-            for made in (answer, getattr(answer, "loss", None), getattr(answer, "logits", None))
+            isinstance(output, Absent)
+            for output in (answer, getattr(answer, "loss", None), getattr(answer, "logits", None))
         ):
             raise refused(
                 f"takes more of earlier stages into stage {stage} than the hidden states that this receives; "
@@ -194,7 +199,7 @@ class Stages:
             raise refused(f"calls {handover.args[1]} in {name}; put both into one stage (--plan, split=)") from None
 
     def pass_by(self, stage: int, name: str, args: Any, kwargs: Any) -> Tensor:
-        """What a module of another stage answers: nothing that anyone should compute with, so NaN."""
+        """Returns NaN for a module of another stage, since nothing may be computed from it."""
         if self._current is None:
             raise NotHere(f"--mesh with pp: {name} is called outside of forward, and is in stage {stage} alone")
         (current, received), first = self._current, first_of(args, kwargs)
@@ -207,7 +212,7 @@ class Stages:
         return absent.as_subclass(Absent) if type(absent) is Tensor else absent
 
     def _enter(self, stage: int, name: str) -> int:
-        """Forward calls a module. Answers with the stage of the one before, or -1."""
+        """Note that forward calls a module. Returns the stage of the module before it, or -1."""
         (before, latest), self._latest = self._latest, (stage, name)
         if stage < before or before < 0 < stage:
             raise refused(

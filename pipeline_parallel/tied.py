@@ -24,20 +24,21 @@ def shared_of(chain: Chain, places: Sequence[int]) -> Shared:
     Raises:
         UnsupportedError: other stages share one.
     """
-    found: dict[nn.Parameter, dict[str, int]] = defaultdict(dict)
+    names_by_tensor: dict[nn.Parameter, dict[str, int]] = defaultdict(dict)
     for (name, part), stage in zip(chain, places, strict=True):
-        for own, tensor in part.state_dict(keep_vars=True).items():
-            if isinstance(tensor, nn.Parameter) or own.endswith("num_batches_tracked"):  # other buffers may be constant
-                found[tensor][f"{name}.{own}"] = stage
-    shared = {tensor: held for tensor, held in found.items() if len(set(held.values())) > 1}
-    for tensor, held in shared.items():
-        if set(held.values()) != {0, places[-1]} or not isinstance(tensor, nn.Parameter):
-            at = listed(sorted(set(held.values())))
+        for local_name, tensor in part.state_dict(keep_vars=True).items():
+            # other buffers may be constant
+            if isinstance(tensor, nn.Parameter) or local_name.endswith("num_batches_tracked"):
+                names_by_tensor[tensor][f"{name}.{local_name}"] = stage
+    shared = {tensor: names for tensor, names in names_by_tensor.items() if len(set(names.values())) > 1}
+    for tensor, names in shared.items():
+        if set(names.values()) != {0, places[-1]} or not isinstance(tensor, nn.Parameter):
+            at = listed(sorted(set(names.values())))
             raise UnsupportedError(
-                f"--mesh with pp: {listed(list(held))} are one tensor of stages {at}, but the first and the last stage "
-                "alone may share one, a parameter; untie it, or put them into one stage (--plan, split=)"
+                f"--mesh with pp: {listed(list(names))} are one tensor of stages {at}, but the first and the last "
+                "stage alone may share one, a parameter; untie it, or put them into one stage (--plan, split=)"
             )
-    return {parameter: list(held) for parameter, held in shared.items()}
+    return {parameter: list(names) for parameter, names in shared.items()}
 
 
 class Tied:
@@ -73,23 +74,23 @@ class Tied:
         ]
 
     def begin(self) -> None:
-        """A step begins."""
+        """Post the receives of a step."""
         if self._is_first:
             self._receipts = {tensor: self._gradients.receive(index) for index, tensor in self._trained.items()}
 
     def add_rest(self) -> None:
-        """Backward of the first stage is over: what got no gradient there gets the copy's."""
+        """After backward of the first stage: a parameter without a gradient gets the copy's."""
         for tensor in list(self._receipts):
             torch.autograd.backward([tensor], [torch.zeros_like(tensor)])
 
     def end(self) -> None:
-        """All of backward is done."""
+        """Send the copies' gradients, after all of backward."""
         for index, tensor in self._trained.items() if not self._is_first else ():
             self._gradients.send(index, torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
             tensor.grad = None
 
     def _add(self, parameter: Tensor) -> None:
-        """In front of all that a strategy does with the gradient."""
+        """Add the copy's gradient, before a strategy uses the sum."""
         if self.adds and parameter in self._receipts:
             assert parameter.grad is not None
             parameter.grad.add_(self._receipts.pop(parameter).tensor())
@@ -107,8 +108,8 @@ def tie(shared: Shared, module: nn.Module, channels: Channels, rank: int, ranks:
         return Tied(list(shared), channels, is_first=True)
     copies = {parameter: parameter.detach().clone().requires_grad_(parameter.requires_grad) for parameter in shared}
     for layer in module.modules():
-        for own, parameter in list(layer._parameters.items()):
+        for name, parameter in list(layer._parameters.items()):
             if parameter in copies:
-                del layer._parameters[own]
-                setattr(layer, own, copies[parameter])
+                del layer._parameters[name]
+                setattr(layer, name, copies[parameter])
     return Tied(list(copies.values()), channels, is_first=False)

@@ -42,7 +42,7 @@ class StageModule(nn.Module):
 
     def __init__(self, stages: Stages, stage: int) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(part for _, part, of_stage in stages.here if of_stage == stage)
+        self.parts = nn.ModuleList(part for _, part, of_stage in stages.parts if of_stage == stage)
         self.run_model: Any = None  # the whole model, as a strategy runs it in a step
         self.sizes: list[int] = []  # bytes of what comes in from another stage, and goes out, for a micro-batch
         self._run_stage = partial(stages.run, stage)
@@ -59,8 +59,8 @@ class TorchPipeline:
     def __init__(self, own: Pipeline, schedule: str, make_stage: Any) -> None:
         self.begin, self.answer, self.agree = own.begin, own.answer, own.agree
         self._schedule, self._ranks = schedule, own.shape(1).ranks
-        self._modules = [StageModule(own.stages, stage) for stage in own.stages.own]
-        self._make_stages = lambda: list(map(make_stage, self._modules, own.stages.own))
+        self._modules = [StageModule(own.stages, stage) for stage in own.stages.stage_numbers]
+        self._make_stages = lambda: list(map(make_stage, self._modules, own.stages.stage_numbers))
         self._made: dict[Any, Any] = {}  # torch's schedules, by number and shape of micro-batches
 
     def step(self, batches: Any, forward: Any, loss_of: Any, backward_of: Any) -> None:

@@ -43,7 +43,12 @@ def measured(strategy: Strategy) -> Iterator[Held]:
 
     def do(walk: Walk, action: Action):
         plain(walk, action)
-        products = [one for left in walk._left.values() for of_one in left._left.values() for _, one in of_one]
+        products = [
+            one
+            for stage_weights in walk._weight_gradients.values()
+            for of_one in stage_weights._products.values()
+            for _, one in of_one
+        ]
         kept = [cell.cell_contents for product in products for cell in product.__closure__ or ()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*(s.tensor for s in saved), *kept]}
         found.append((action, sum(each.nbytes() for place, each in storages.items() if place not in weights)))

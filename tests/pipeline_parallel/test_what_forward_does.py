@@ -251,7 +251,7 @@ CASES: dict[str, tuple[Run, Change | None, str]] = {
     "tuples that forward takes apart": (
         each(unpacked),
         forwards(lambda block, x: (block.linear(x), x)),
-        r"fails in stage 1 behind layers.0, which answers there with one tensor.* \(ValueError: too many",
+        r"fails in stage 1 after layers.0, which returns one tensor there.* \(ValueError: too many",
     ),
     "a mask of hidden states": (masked(lambda x: x < 100), None, VALUES.format("lt")),
     "an early exit": (leaves_early, None, VALUES.format("item")),
