@@ -72,6 +72,7 @@ def parallelize_by_torch(
     require_own_memory(module)
     mesh = groups.device_mesh[TENSOR]
     cuts_tokens = config.sequence_parallel
+    # torch's style of each layer
     plan: dict[str, ParallelStyle] = {}
     styles = matched(module, plan_of(module, mesh.size()))
     for name, style in styles.items():
@@ -91,6 +92,7 @@ def parallelize_by_torch(
                 )
         if (by_torch := style_of(style, name, cuts_tokens)) is not None:
             plan[name] = by_torch
+    # traffic, and hooks of tokens
     ranks = Ranks(groups.tensor, device, cuts_tokens)
     precision = Precision.of(config.strategy.precision, config.strategy.param_dtype)
     traffic = Traffic(
@@ -101,12 +103,13 @@ def parallelize_by_torch(
     if cuts_tokens:
         require_even = partial(require_even_sequences, mesh.size())
         module.register_forward_pre_hook(require_even, prepend=True, with_kwargs=True)
+    # DTensors in the place of parameters
     tied = tied_parameters(module)
     parallelize_module(module, mesh, plan)
-    for first, others in tied.items():
-        for other in others:  # each was turned into a parameter of its own
-            holder, _, own = other.rpartition(".")
-            setattr(module.get_submodule(holder), own, module.get_parameter(first))
+    for first, tied_names in tied.items():
+        for tied_name in tied_names:  # torch has made each a parameter of its own
+            holder, _, child = tied_name.rpartition(".")
+            setattr(module.get_submodule(holder), child, module.get_parameter(first))
     named = module.named_parameters(remove_duplicate=False)
     cuts = {name: cut for name, p in named if (cut := cut_of(p)) is not None}
     return ModelParallel(
@@ -141,7 +144,7 @@ def announce(traffic: Traffic, module: nn.Module, styles: Mapping[str, Style], c
             case Embedding():
                 traffic.sums.append(Place(name, features))
             case Shared() if cuts_tokens:
-                sizes = [p.numel() * traffic.precision.rest for p in module.get_submodule(name).parameters()]
+                sizes = [p.numel() * traffic.precision.stored for p in module.get_submodule(name).parameters()]
                 traffic.parameters += [(name, size, traffic.ranks.size) for size in sizes]
             case Split() if cuts_tokens:
                 traffic.turns.append(Place(name, features))
@@ -151,11 +154,11 @@ def announce(traffic: Traffic, module: nn.Module, styles: Mapping[str, Style], c
 def tied_parameters(module: nn.Module) -> dict[str, list[str]]:
     """The other names of each parameter that has several."""
     first = {parameter: name for name, parameter in module.named_parameters()}
-    others: dict[str, list[str]] = {}
+    other_names: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name != first[parameter]:
-            others.setdefault(first[parameter], []).append(name)
-    return others
+            other_names.setdefault(first[parameter], []).append(name)
+    return other_names
 
 
 def style_of(style: Style, name: str, cuts_tokens: bool) -> ParallelStyle | None:
@@ -192,8 +195,8 @@ def cut_of(parameter: nn.Parameter) -> Cut | None:
         return None
     dim, size = parameter.placements[0].dim, parameter.device_mesh.size()
     length = parameter.shape[dim]
-    each = -(-length // size)
-    ranges = tuple(((min(each * rank, length), min(each * (rank + 1), length)),) for rank in range(size))
+    chunk = -(-length // size)
+    ranges = tuple(((min(chunk * rank, length), min(chunk * (rank + 1), length)),) for rank in range(size))
     return Cut(dim, length, ranges)
 
 
@@ -249,8 +252,8 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
         return (local(p.grad) for p in self.trainable.values() if p.grad is not None and self.speaks_for(p))
 
     def full_gradients(self) -> dict[str, Tensor]:
-        found = ((name, p.grad) for name, p in self.trainable.items() if p.grad is not None)
-        return self.of_whole_model({name: local(gradient).detach().cpu().clone() for name, gradient in found})
+        gradients = ((name, p.grad) for name, p in self.trainable.items() if p.grad is not None)
+        return self.of_whole_model({name: local(gradient).detach().cpu().clone() for name, gradient in gradients})
 
     def full_state_dict(self) -> dict[str, Tensor]:
         state = self.module.state_dict()

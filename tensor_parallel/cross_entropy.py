@@ -34,23 +34,23 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
         largest = logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         exponentials = (logits - largest[:, None]).exp_()
-        own = targets - first
-        is_here = (own >= 0) & (own < logits.shape[1])
-        own = own.where(is_here, 0)
+        entries = targets - first
+        is_here = (entries >= 0) & (entries < logits.shape[1])
+        entries = entries.where(is_here, 0)
         of_target = (
-            logits.gather(1, own[:, None]).squeeze(1) - largest if logits.shape[1] else torch.zeros_like(largest)
+            logits.gather(1, entries[:, None]).squeeze(1) - largest if logits.shape[1] else torch.zeros_like(largest)
         )
         sums = torch.stack([exponentials.sum(-1), of_target.where(is_here, 0)])
         dist.all_reduce(sums, group=group)
         total, of_target = sums
-        ctx.save_for_backward(exponentials.div_(total[:, None]), own, is_here)
+        ctx.save_for_backward(exponentials.div_(total[:, None]), entries, is_here)
         return total.log() - of_target
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, own, is_here = ctx.saved_tensors
+        softmax, entries, is_here = ctx.saved_tensors
         gradients = softmax * gradient[:, None]
         if softmax.shape[1]:
-            gradients.scatter_add_(1, own[:, None], -(gradient * is_here)[:, None])
+            gradients.scatter_add_(1, entries[:, None], -(gradient * is_here)[:, None])
         return gradients, None, None, None

@@ -12,26 +12,26 @@ from ddp_lab.strategy.optimizers import copy_attributes
 
 
 def cut_evenly(
-    name: str, what: str, length: int, dim: int, size: int, heads: int | None = None, shares: bool = False
+    name: str, kind: str, length: int, dim: int, size: int, heads: int | None = None, shares: bool = False
 ) -> Cut:
     """Cut a dimension into one range for each of `size` ranks, as even as can be; between heads, if there are.
 
     Args:
-        name, what: Of the layer and its dimension, for errors.
+        name, kind: Of the layer and of its entries, for errors.
         shares: With fewer heads than ranks, several ranks may hold the same head.
 
     Raises:
         UnsupportedError: heads do not divide evenly, or there are fewer entries than ranks.
     """
-    unit, left = divmod(length, heads) if heads else (1, 0)
-    if left:
-        raise UnsupportedError(f"--plan: {name} has {length} {what}, which are not {heads} equal heads")
+    unit, remainder = divmod(length, heads) if heads else (1, 0)
+    if remainder:
+        raise UnsupportedError(f"--plan: {name} has {length} {kind}, which are not {heads} equal heads")
     count = heads or length
     if heads and shares and count < size and size % count == 0:
         bounds = [(rank * count // size, rank * count // size + 1) for rank in range(size)]
     elif (heads and count % size) or count < size:
-        what = "heads" if heads else what
-        raise UnsupportedError(f"--mesh: {name} has {count} {what}, which cannot be cut over {size} ranks of tp")
+        kind = "heads" if heads else kind
+        raise UnsupportedError(f"--mesh: {name} has {count} {kind}, which cannot be cut over {size} ranks of tp")
     else:
         bounds = list(pairwise(count * rank // size for rank in range(size + 1)))
     return Cut(dim, length, tuple(((first * unit, end * unit),) for first, end in bounds))

@@ -38,8 +38,8 @@ class RowParallel(nn.Module):
         if tokens is None:
             total = Add.apply(terms, group)
             return total if bias is None else total + bias
-        own = tokens.scatter(terms)
-        return own if bias is None else own + Copy.apply(bias, group)  # other ranks add it to other tokens
+        local_sum = tokens.scatter(terms)
+        return local_sum if bias is None else local_sum + Copy.apply(bias, group)  # other ranks add it to other tokens
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
@@ -59,8 +59,8 @@ class VocabularyParallelEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         rows = input - self._first
         is_elsewhere = (rows < 0) | (rows >= len(self.weight))
-        found = super().forward(rows.masked_fill(is_elsewhere, 0))
-        return Add.apply(found.masked_fill(is_elsewhere[..., None], 0), self._ranks.group)
+        rows_here = super().forward(rows.masked_fill(is_elsewhere, 0))
+        return Add.apply(rows_here.masked_fill(is_elsewhere[..., None], 0), self._ranks.group)
 
 
 class WholeVocabulary(torch.autograd.Function):

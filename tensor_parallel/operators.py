@@ -2,11 +2,11 @@
 
 Cut the first matrix of an MLP by columns and the second by rows: Y = act(X A) B = sum over ranks of act(X A_r) B_r. The
 activation sits between the two and sees whole columns, so each rank computes its term alone. Two places need the
-others, one before the first matrix and one behind the second. There are two operators, each the other's conjugate:
+others, one before the first matrix and one after the second. There are two operators, each the other's conjugate:
 
 - f, in front: forward does nothing, since all ranks have X. In backward each rank has made the gradient of X for its
   columns only, and f adds these up (all-reduce).
-- g, behind: forward adds up the terms of all ranks (all-reduce). Backward does nothing, since each term has the
+- g, after: forward adds up the terms of all ranks (all-reduce). Backward does nothing, since each term has the
   gradient of the sum.
 
 A pair costs one all-reduce in forward and one in backward. A transformer block has two pairs, one around attention (cut
@@ -111,6 +111,6 @@ def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def scattered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part, along dimension 0, of the sum over ranks."""
-    own = torch.empty_like(own_part(terms, group), memory_format=torch.contiguous_format)
-    reduce_scatter(own.view(-1), terms.contiguous().view(-1), group).wait()
-    return own
+    part = torch.empty_like(own_part(terms, group), memory_format=torch.contiguous_format)
+    reduce_scatter(part.view(-1), terms.contiguous().view(-1), group).wait()
+    return part

@@ -122,7 +122,7 @@ class Parallelizer:
                     self._sum_gradients(name, layer, ranks.group)
                 if ranks.tokens is not None and style.merges:
                     self._traffic.turns.append(Place(name, self._features()))
-                    layer.register_forward_hook(ranks.merge_behind)
+                    layer.register_forward_hook(ranks.merge_after)
             case Split() if ranks.tokens is not None:
                 self._traffic.turns.append(Place(name, self._features()))
                 layer.register_forward_pre_hook(ranks.split, prepend=True, with_kwargs=True)
@@ -142,7 +142,7 @@ class Parallelizer:
     def _make_region(self, name: str, layer: nn.Module, style: Region) -> None:
         for attribute, value in style.attributes.items():
             setattr(layer, attribute, value)
-        inside = [other for other, kind in self._styles.items() if isinstance(kind, Column) and name in other]
+        inside = [column for column, kind in self._styles.items() if isinstance(kind, Column) and name in column]
         first = self._module.get_submodule(inside[0]) if inside else layer
         self._put_f(name, layer, weight_of(first).shape[0 if is_transposed(first) else 1])
         if draws(layer):
@@ -164,11 +164,11 @@ class Parallelizer:
     def _cut_column(self, name: str, layer: nn.Module, style: Column) -> None:
         dim = 1 if is_transposed(layer) else 0
         outputs = weight_of(layer).shape[dim]
-        part, left = divmod(outputs, style.parts)
-        if left:
+        part, remainder = divmod(outputs, style.parts)
+        if remainder:
             raise UnsupportedError(f"--plan: {name} has {outputs} outputs, which are not {style.parts} equal parts")
-        one = cut_evenly(name, "outputs", part, dim, self._ranks.size, style.heads, style.shares)
-        cut = cut_in_parts(one, style.parts)
+        part_cut = cut_evenly(name, "outputs", part, dim, self._ranks.size, style.heads, style.shares)
+        cut = cut_in_parts(part_cut, style.parts)
         self.parameters.cut(layer, name, "weight", cut)
         self.parameters.cut(layer, name, "bias", Cut(0, cut.length, cut.ranges))
         setattr(layer, "nf" if is_transposed(layer) else "out_features", weight_of(layer).shape[dim])
@@ -229,9 +229,9 @@ class Parallelizer:
         self._module.loss_function = loss_function  # type: ignore[assignment]
 
     def _replace(self, name: str, layer: nn.Module) -> None:
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         layer.train(self._module.training)
-        setattr(self._module.get_submodule(parent), own, layer)
+        setattr(self._module.get_submodule(parent), child, layer)
 
     # Parameters that all hold ----------------------------------------------------------------------------------------
 
@@ -243,19 +243,19 @@ class Parallelizer:
                 self._traffic.parameters.append((name, self._bytes_of(parameter), size))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            held = {name: p for name, p in layer._parameters.items() if p is not None}
+            parameters = {name: p for name, p in layer._parameters.items() if p is not None}
             try:
-                for name, parameter in held.items():
+                for name, parameter in parameters.items():
                     layer.__dict__[name] = Copy.apply(parameter, group)  # found before the parameter
                 return plain(layer, *args, **kwargs)
             finally:
-                for name in held:
+                for name in parameters:
                     layer.__dict__.pop(name, None)
 
         layer.forward = forward
 
     def _bytes_of(self, parameter: nn.Parameter) -> int:
-        return parameter.numel() * self._traffic.precision.rest
+        return parameter.numel() * self._traffic.precision.stored
 
     def _require_complete(self) -> None:
         """Refuse parameters in a region that the plan does not name: all ranks would hold parts of their gradients."""

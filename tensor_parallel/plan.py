@@ -63,7 +63,7 @@ class Shared:
 
     Attributes:
         of_tokens: On different tokens: with sequence parallelism alone.
-        merges: Sequence parallelism ends behind the module: the model reshapes the hidden states next.
+        merges: Sequence parallelism ends after the module: the model reshapes the hidden states next.
     """
 
     of_tokens: bool = False
@@ -77,7 +77,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Merge:
-    """The first module behind these, if it is no `Head`."""
+    """The first module after these, if it is no `Head`."""
 
 
 Style = Column | Row | Region | Embedding | Head | Shared | Split | Merge
@@ -145,8 +145,8 @@ def plan_of(module: nn.Module, size: int) -> Plan:
     config = getattr(module, "config", None)
     kind = getattr(config, "model_type", type(module).__name__)
     if kind not in BY_MODEL_TYPE:
-        known = ", ".join(BY_MODEL_TYPE)
-        raise UnsupportedError(f"--mesh with tp: no plan for {kind}, only for {known}; give one with --plan FILE.toml")
+        types = ", ".join(BY_MODEL_TYPE)
+        raise UnsupportedError(f"--mesh with tp: no plan for {kind}, only for {types}; give one with --plan FILE.toml")
     plan, names = BY_MODEL_TYPE[kind](config, size), [name for name, _ in module.named_modules()]
     return {pattern: style for pattern, style in plan.items() if any(matches(name, pattern) for name in names)}
 
@@ -189,22 +189,22 @@ def matched(module: nn.Module, plan: Plan) -> dict[str, Style]:
     for pattern in plan:
         if not any(matches(name, pattern) for name in names):
             raise UnsupportedError(f'--plan: "{pattern}" matches no module of {type(module).__name__}')
-    found: dict[str, Style] = {}
+    styles_by_name: dict[str, Style] = {}
     for name in names:
         styles = [style for pattern, style in plan.items() if matches(name, pattern)]
         if len(styles) > 1:
             raise UnsupportedError(f"--plan: {name} is matched by several patterns")
         if styles:
-            found[name] = styles[0]
-    return found
+            styles_by_name[name] = styles[0]
+    return styles_by_name
 
 
 def matches(name: str, pattern: str) -> bool:
     """Whether `pattern` names the module: part by part, where `*` is any."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
+    parts, pattern_parts = name.split("."), pattern.split(".")
+    return len(parts) == len(pattern_parts) and all(w in ("*", p) for p, w in zip(parts, pattern_parts, strict=True))
 
 
 def enclosing(name: str, names: Iterable[str]) -> str | None:
     """Which of `names` holds the module `name`."""
-    return next((other for other in names if name.startswith(f"{other}.")), None)
+    return next((holder for holder in names if name.startswith(f"{holder}.")), None)

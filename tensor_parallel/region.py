@@ -1,4 +1,4 @@
-"""What the parts of one parallelized model share on a rank, and the hooks in front of and behind parallel regions."""
+"""What the parts of one parallelized model share on a rank, and the hooks before and after parallel regions."""
 
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ class Ranks:
 
     def enter(self, hidden: Tensor, is_whole: bool = False) -> Tensor:
         """f: in front of what each rank computes for itself. `is_whole`: all ranks have all tokens."""
-        hidden = as_factor(hidden)  # as the products behind would, but half as much is sent
+        hidden = as_factor(hidden)  # as the products would later, but half as many bytes are sent
         tokens = self.active_tokens
         if tokens is None or is_whole:
             return Copy.apply(hidden, self.group)
@@ -81,7 +81,7 @@ class Ranks:
         self.random.end()
         return None if tokens is None else with_first(args, kwargs, tokens.merge)
 
-    def merge_behind(self, module: nn.Module, args: Any, hidden: Tensor) -> Tensor | None:
+    def merge_after(self, module: nn.Module, args: Any, hidden: Tensor) -> Tensor | None:
         """Behind the last module whose tokens are cut."""
         tokens = self.active_tokens
         self.random.end()

@@ -24,15 +24,15 @@ from tensor_parallel.sequence import padded
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element: of products, and of what is not computed in a lower precision."""
+    """Bytes of an element: of products, and as stored, where no lower precision computes."""
 
     products: int = 4
-    rest: int = 4
+    stored: int = 4
 
     @classmethod
     def of(cls, precision: str, param_dtype: str | None) -> "Precision":
-        rest = DTYPES[param_dtype or ("fp32" if precision in AUTOCAST else precision)].itemsize
-        return cls(min(rest, DTYPES[precision].itemsize), rest)
+        stored = DTYPES[param_dtype or ("fp32" if precision in AUTOCAST else precision)].itemsize
+        return cls(min(stored, DTYPES[precision].itemsize), stored)
 
 
 FP32 = Precision()
@@ -71,11 +71,11 @@ class Recomputed:
         """Whether forward comes to `place`, one of `places`, a second time. Torch stops when all that backward needs is
         there: before the last g of a block."""
         block = enclosing(place.module, self.blocks)
-        return block is not None and place is not [other for other in places if enclosing(other.module, [block])][-1]
+        return block is not None and place is not [p for p in places if enclosing(p.module, [block])][-1]
 
 
 class Traffic:
-    """Filled by the parallelizer: what stands where.
+    """The operators of a model, which the parallelizer fills in.
 
     Args:
         by_torch: Torch's own classes stand there. They do without `communication.collectives`, add up the three numbers
@@ -83,8 +83,8 @@ class Traffic:
 
     Attributes:
         ranks: Over which the model is cut.
-        precision: Of the activations.
-        f, g: In front of and behind parallel regions.
+        precision: Of the stored.
+        f, g: Before and after parallel regions.
         sums: Where hidden states are added up in forward alone: embeddings.
         turns: Where sequence parallelism begins and ends.
         losses: Heads, over whose vocabularies a loss is computed.
@@ -104,18 +104,18 @@ class Traffic:
         self.parameters: list[tuple[str, int, int]] = []
 
     def keep(self, modules: Sequence[str]) -> None:
-        """Forget what is in no module of these names: another rank has it."""
+        """Forget operators outside of these modules: another rank has them."""
         for places in (self.f, self.g, self.sums, self.turns, self.losses):
             places[:] = [place for place in places if enclosing(f"{place.module}.", modules)]
-        self.parameters = [one for one in self.parameters if enclosing(f"{one[0]}.", modules)]
+        self.parameters = [entry for entry in self.parameters if enclosing(f"{entry[0]}.", modules)]
         blocks = [block for block in self._recomputed.blocks if enclosing(f"{block}.", modules)]
         self._recomputed = replace(self._recomputed, blocks=blocks)
 
     def of_forward(self, passes: int) -> list[Collective]:
         """Of so many more forward passes, without gradients and without sequence parallelism."""
-        tokens, products, rest = self.ranks.tokens_in_batch, self.precision.products, self.precision.rest
+        tokens, products, stored = self.ranks.tokens_in_batch, self.precision.products, self.precision.stored
         sent = [tokens * place.features * products for place in self.g]
-        sent += [tokens * place.features * rest for place in self.sums]
+        sent += [tokens * place.features * stored for place in self.sums]
         losses = tokens * cross_entropy.NUMBERS * 4
         calls = len(sent) + cross_entropy.CALLS * len(self.losses)
         payload = sum(sent) + losses * len(self.losses)
@@ -124,11 +124,11 @@ class Traffic:
     def __call__(self, micro_batches: int) -> list[Collective]:
         """Of a step of so many micro-batches of the shape that the latest had."""
         tokens, cuts = self.ranks.tokens_in_batch, self.ranks.tokens is not None
-        filled, products, rest = padded(tokens, self.ranks.size), self.precision.products, self.precision.rest
+        filled, products, stored = padded(tokens, self.ranks.size), self.precision.products, self.precision.stored
         reduced, gathered, scattered = [], [], []
         for place in self.f:
             is_cut = cuts and not place.is_whole
-            payload = (filled if is_cut else tokens) * place.features * (rest if self._by_torch else products)
+            payload = (filled if is_cut else tokens) * place.features * (stored if self._by_torch else products)
             in_backward = [payload] * place.has_gradient
             if is_cut:
                 gathered += [payload] * (2 if enclosing(place.module, self._recomputed.blocks) else 1)
@@ -143,8 +143,8 @@ class Traffic:
                 gathered.append(payload)
             else:
                 reduced += in_forward
-        reduced += [tokens * place.features * rest for place in self.sums]
-        gathered += [filled * place.features * rest for place in self.turns if cuts]
+        reduced += [tokens * place.features * stored for place in self.sums]
+        gathered += [filled * place.features * stored for place in self.turns if cuts]
         losses = [tokens * cross_entropy.NUMBERS * 4] * len(self.losses)
         calls_of_loss = cross_entropy.NUMBERS if self._by_torch else cross_entropy.CALLS
         group, size = self.ranks.group, self.ranks.size
@@ -154,7 +154,7 @@ class Traffic:
         else:
             gathers = replace(expected_all_gathers(gathered, group, self._device), purpose="activations")
             scatters = replace(expected_reduce_scatters(scattered, group, self._device), purpose="activations")
-        one = [
+        traffic = [
             Collective("all_reduce", len(reduced), sum(reduced), size, "activations"),
             Collective("all_reduce", calls_of_loss * len(losses), sum(losses), size, "activations"),
             gathers,
@@ -162,4 +162,4 @@ class Traffic:
             *(Collective("all_reduce", 1, payload, ranks, "gradients") for _, payload, ranks in self.parameters),
         ]
         times = micro_batches
-        return [replace(c, count=c.count * times, payload_bytes=c.payload_bytes * times) for c in one if c.count]
+        return [replace(c, count=c.count * times, payload_bytes=c.payload_bytes * times) for c in traffic if c.count]
