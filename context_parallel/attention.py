@@ -1,8 +1,8 @@
-"""Where context parallelism meets a model: in front of it, behind it, and in each attention.
+"""Where context parallelism meets a model: before it, after it, and in each attention.
 
 A hook in front of the model takes the whole batch, which all ranks of cp have, and leaves of it this rank's tokens,
 with their positions in the whole sequence. Labels are shifted before, so that each token keeps its target. A hook
-behind the model puts logits together that the caller wants. Attention of transformers' models asks a table for its
+after the model puts logits together that the caller wants. Attention of transformers' models asks a table for its
 function by name; ours is in it under `NAME`.
 
 The loss of a rank is a sum over its own targets, divided by the number of all ranks' targets, times the number of
@@ -66,11 +66,11 @@ class Context:
             targets = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
             part["labels"] = part["shift_labels"] = self.part(targets, IGNORED)
             part["num_items_in_batch"] = (targets != IGNORED).sum() / self.ring.size
-        others = {name: value for name, value in batch.items() if name not in (*part, "attention_mask")}
-        return args, part | others
+        other_inputs = {name: value for name, value in batch.items() if name not in (*part, "attention_mask")}
+        return args, part | other_inputs
 
     def join(self, module: nn.Module, args: Any, batch: dict[str, Any], answer: Any) -> Any:
-        """Behind the model: logits of all tokens, in their order, if the caller has given no labels."""
+        """Hook after the model: logits of all tokens, in their order, if the caller has given no labels."""
         logits = answer.logits
         if batch.get("labels") is not None:
             answer.logits = None  # of a part of the tokens, in an order that the caller does not know
@@ -82,8 +82,8 @@ class Context:
 
     def filled(self, tokens: Tensor, fill: int) -> Tensor:
         """(samples, tokens, ...), of as many tokens as ranks can cut."""
-        others = (0, 0) * (tokens.ndim - 2)
-        return functional.pad(tokens, (*others, 0, self.ring.layout.missing(tokens.shape[1])), value=fill)
+        no_padding = (0, 0) * (tokens.ndim - 2)
+        return functional.pad(tokens, (*no_padding, 0, self.ring.layout.missing(tokens.shape[1])), value=fill)
 
     def part(self, tokens: Tensor, fill: int = 0) -> Tensor:
         """What this rank has of (samples, tokens, ...) once it is filled up."""
@@ -122,11 +122,11 @@ class Context:
             return RingAttention.apply(q, k, v, documents, self.ring, scale)
 
         def of_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            seen = None
+            mask = None
             if documents is not None:
-                seen = (documents[:, None, :, None] == documents[:, None, None]).tril()
+                mask = (documents[:, None, :, None] == documents[:, None, None]).tril()
             return functional.scaled_dot_product_attention(
-                q, k, v, seen, dropout, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
 
         return ulysses(q, k, v, self.group, of_whole)
@@ -140,14 +140,14 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **told: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' models call. `attention_mask`: the documents of all tokens, (batch, 1, 1, tokens).
 
     Raises:
         UnsupportedError: the model wants more of its attention than causal masks and documents.
     """
-    if unknown := [name for name in REFUSED if told.get(name) is not None]:
+    if unknown := [name for name in REFUSED if options.get(name) is not None]:
         raise UnsupportedError(f"--mesh with cp: {type(module).__name__} uses {unknown[0]}, which no ring does here")
     context: Any = module.context
     documents = None if attention_mask is None else attention_mask[:, 0, 0]

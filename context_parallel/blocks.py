@@ -1,6 +1,6 @@
 """Attention of some queries to some keys, with what is needed to put several such blocks together.
 
-A kernel answers with the output and with the logarithm of the sum that it was divided by, for each query. Outputs over
+A kernel returns the output and the logarithm of the sum that it was divided by, for each query. Outputs over
 different keys are then averaged, each weighted by its sum. Backward of a block is that of the whole if it is given the
 whole's output and logarithm: it makes probabilities from the latter, and these are then the whole's.
 
@@ -87,7 +87,7 @@ class Efficient:
 
 
 Kernel = OnCPU | Flash | Efficient
-"""`forward` answers with outputs and logarithms; `backward` with the gradients of `q`, `k` and `v`, from that of the
+"""`forward` returns outputs and logarithms; `backward` the gradients of `q`, `k` and `v`, from that of the
 outputs.
 
 Shapes: queries and outputs (batch, heads, queries, features), keys and values (batch, key-value heads, keys, features),
@@ -120,7 +120,7 @@ def mask_of(documents: tuple[Tensor, Tensor] | None, causal: bool, dtype: torch.
     if documents is None:
         return Mask(causal)
     queries, keys = documents
-    seen = queries[:, None, :, None] == keys[:, None, None, :]
+    is_visible = queries[:, None, :, None] == keys[:, None, None, :]
     if causal:
-        seen = seen.tril()
-    return Mask(bias=torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min / 4))
+        is_visible = is_visible.tril()
+    return Mask(bias=torch.zeros_like(is_visible, dtype=dtype).masked_fill_(~is_visible, torch.finfo(dtype).min / 4))

@@ -7,7 +7,7 @@ order of tokens is chosen once, outside of attention, and positions and labels g
 - zigzag: the sequence is in 2n chunks, and rank r has chunks r and 2n-1-r: an early one, which sees little, and a late
   one, which sees much. Each pair of ranks then costs the same: half of a block.
 
-Tokens that fill a sequence up stand behind it, where the causal mask hides them from all others.
+Tokens that fill a sequence up stand at its end, where the causal mask hides them from all others.
 """
 
 from collections.abc import Sequence
@@ -80,8 +80,8 @@ class Layout:
         """
         if rank == source:
             return Block(0, length, causal=True)
-        mine, theirs = self.of(rank), self.of(source)
-        blind = sum(chunk < theirs[0] for chunk in mine)
-        seen = sum(chunk < mine[-1] for chunk in theirs)
-        unit = length // len(mine)
-        return Block(blind * unit, seen * unit) if seen else None
+        query_chunks, key_chunks = self.of(rank), self.of(source)
+        blind = sum(chunk < key_chunks[0] for chunk in query_chunks)
+        visible = sum(chunk < query_chunks[-1] for chunk in key_chunks)
+        unit = length // len(query_chunks)
+        return Block(blind * unit, visible * unit) if visible else None

@@ -81,6 +81,6 @@ def context_parallel(size: int, way: str = ZIGZAG) -> OwnContext:
         raise UserError(f"context parallelism over {size} ranks: must be a number that divides the {ranks} ranks")
     everyone = dist.group.WORLD
     assert everyone is not None, "a process group was joined, or there would be no ranks"
-    own, _ = dist.new_subgroups(size, timeout=timeout_of(everyone))
-    assert isinstance(own, dist.ProcessGroup), "each rank is in one of them"
-    return OwnContext(own, way)
+    group, _ = dist.new_subgroups(size, timeout=timeout_of(everyone))
+    assert isinstance(group, dist.ProcessGroup), "each rank is in one of them"
+    return OwnContext(group, way)

@@ -5,7 +5,7 @@ of the rank before it, and so on. While it computes a block, the keys and values
 that only what takes longer than a block is waited for. Outputs of blocks are put together by the logarithms of their
 sums, in fp32 (Liu et al., 2023, "Ring attention with blockwise transformers").
 
-In backward keys and values go around once more, and their gradients behind them, in fp32: each rank adds its part to
+In backward keys and values go around once more, followed by their gradients in fp32: each rank adds its part to
 what comes in, and sends it on. The gradients of a rank's own keys arrive at home with the last message. A rank sends
 2(n-1) messages of its keys and values, and n-1 of their gradients, for each attention of a step.
 """
@@ -51,17 +51,19 @@ class Ring:
         ]
         return Coming(tensor, received, dist.batch_isend_irecv(messages))
 
-    def turns(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Whose tensor it is, and the tensor: this rank's, then those of the ranks before it. While the caller works
-        with one, the next is on its way."""
-        tensor = own
+    def turns(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The rank that a tensor comes from, and the tensor: this rank's, then those of the ranks before it. The next
+        one travels while the caller works."""
+        tensor = local
         for step in range(self.size - 1):
             coming = self.shift(tensor)
             yield (self.rank - step) % self.size, tensor
             tensor = coming.wait()
         yield (self.rank + 1) % self.size, tensor
 
-    def seen(self, source: int, length: int, documents: Tensor | None, dtype: torch.dtype) -> tuple[Block, Mask] | None:
+    def visible_block(
+        self, source: int, length: int, documents: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Block, Mask] | None:
         """The block of this rank's queries and the keys of `source`; None if it is empty.
 
         Args:
@@ -71,8 +73,8 @@ class Ring:
         """
         block, parts = self.layout.block(self.rank, source, length), None
         if block is not None and documents is not None:
-            mine, theirs = self.layout.part(documents, self.rank), self.layout.part(documents, source)
-            parts = mine[:, block.first_query :], theirs[:, : block.keys]
+            queries, keys = self.layout.part(documents, self.rank), self.layout.part(documents, source)
+            parts = queries[:, block.first_query :], keys[:, : block.keys]
         return None if block is None else (block, mask_of(parts, block.causal, dtype))
 
 
@@ -96,9 +98,9 @@ class RingAttention(torch.autograd.Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         out = lse = q
         for source, kv in ring.turns(torch.stack([k, v])):
-            if (seen := ring.seen(source, q.shape[2], documents, q.dtype)) is None:
+            if (visible := ring.visible_block(source, q.shape[2], documents, q.dtype)) is None:
                 continue
-            block, mask = seen
+            block, mask = visible
             block_out, block_lse = kernel.forward(*block.of(q, *kv), mask, scale)
             if source == ring.rank:
                 out, lse = block_out.to(exact, copy=True), block_lse.clone(memory_format=torch.contiguous_format)
@@ -120,11 +122,11 @@ class RingAttention(torch.autograd.Function):
         kernel: Kernel = ctx.kernel
         exact = torch.promote_types(q.dtype, torch.float32)
         dq, dkv = torch.zeros_like(q, dtype=exact), torch.zeros((2, *k.shape), dtype=exact, device=k.device)
-        coming: Coming | None = None  # of the keys and values that the rank before has had
+        coming: Coming | None = None  # of the keys and values that the rank before has used
         for source, kv in ring.turns(torch.stack([k, v])):
             source_dkv = dkv if source == ring.rank else torch.zeros_like(dkv)
-            if (seen := ring.seen(source, q.shape[2], documents, q.dtype)) is not None:
-                block, mask = seen
+            if (visible := ring.visible_block(source, q.shape[2], documents, q.dtype)) is not None:
+                block, mask = visible
                 block_out, block_lse, block_dout = (tensor[:, :, block.first_query :] for tensor in (out, lse, dout))
                 block_dq, *block_dkv = kernel.backward(
                     *block.of(q, *kv), block_out, block_lse, block_dout, mask, ctx.scale

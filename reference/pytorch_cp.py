@@ -3,7 +3,7 @@
 The public function has it on CUDA alone, and without documents: it replaces kernels that CPUs do not have. So its two
 templates are called here, which take any kernel, and get those of the hand-written ring, with its masks. Tokens lie as
 torch's default has them: an early and a late chunk on each rank, which is `zigzag`. By torch's default, too, keys and
-values are gathered once, behind the first block, and do not go around; in backward they are gathered again, and their
+values are gathered once, after the first block, and do not go around; in backward they are gathered again, and their
 gradients go around.
 """
 
@@ -42,8 +42,8 @@ class TorchRing(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **rest: Tensor) -> tuple[Tensor, ...]:
-            of_whole = rest["out"], rest["logsumexp"], rest["dout"]
+        def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **saved: Tensor) -> tuple[Tensor, ...]:
+            of_whole = saved["out"], saved["logsumexp"], saved["dout"]
             return kernel.backward(query, key, value, *of_whole, next(masks), ctx.scale)
 
         q, k, v, out, lse, documents = ctx.saved_tensors
@@ -56,8 +56,8 @@ class TorchRing(torch.autograd.Function):
 
 
 def masks_of(ring: Ring, q: Tensor, documents: Tensor | None) -> list[Mask]:
-    """In the order in which torch computes blocks: a rank's own keys, then those of the ranks before it. Of each it
-    takes the part that the hand-written ring takes."""
+    """Masks in torch's order of blocks: a rank's own keys, then those of the ranks before it. Torch takes the same part
+    of each block as the hand-written ring."""
     sources = [(ring.rank - step) % ring.size for step in range(ring.size)]
-    seen = [ring.seen(source, q.shape[TOKENS], documents, q.dtype) for source in sources]
-    return [mask for _, mask in filter(None, seen)]
+    visible = [ring.visible_block(source, q.shape[TOKENS], documents, q.dtype) for source in sources]
+    return [mask for _, mask in filter(None, visible)]

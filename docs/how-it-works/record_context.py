@@ -35,8 +35,8 @@ class Recorded(rings.Ring):
         self.way, self.blocks, self._pause_ms = way, [], pause_ms
         self._source, self._block = self.rank, Block(0, 0)
 
-    def seen(self, source: int, *args: Any) -> tuple[Block, Mask] | None:
-        found = super().seen(source, *args)
+    def visible_block(self, source: int, *args: Any) -> tuple[Block, Mask] | None:
+        found = super().visible_block(source, *args)
         if found:
             self._source, self._block = source, found[0]
         return found
