@@ -4,15 +4,15 @@ Either the loss of a model gets a term for it (Fedus et al., 2021, "Switch Trans
 
     coefficient * experts * sum over experts of (share of the tokens that it got) * (mean of its scores)
 
-The shares are those of the global batch: each rank counts, and one small all-reduce behind forward adds the counts up.
+The shares are those of the global batch: each rank counts, and one small all-reduce after forward adds the counts up.
 With several micro-batches a step, the first backward pass needs the counts of the last forward pass. So all forward
 passes run once more before, without a graph, to count: a step of 3 units of compute takes 4.
 
 Shares have no gradient. Scores have, on their own rank: the mean over the global batch is a mean over ranks, as that of
 the loss is. So the term is the same for any number of ranks.
 
-The term's gradient is added where a router makes its scores, when backward is there. By then the shares are known, and
-what the loss's own gradient is. So it is there too where a block runs under activation checkpointing, without a graph.
+Backward adds the term's gradient at the scores of each router. By then the shares and the loss's gradient are known. So
+this also works where a block runs under activation checkpointing, without a graph.
 
 Or each expert has a bias, which has no gradient. Tokens choose by score plus bias, and are weighted by score. After a
 step, an expert that got more than the mean of its layer has a bias that is lower by a fixed rate, and one that got less
@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Round:
-    """One forward pass of the model, and the backward pass behind it.
+    """One forward pass of the model, and its backward pass.
 
     Attributes:
         mask: (tokens of all,), of those that count; None: all do.
@@ -52,29 +52,29 @@ class WithTerm(torch.autograd.Function):
     """The loss with the term. Backward tells the routers' scores their share of it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, term: Tensor, slope: Tensor, this: Round) -> Tensor:
-        ctx.slope, ctx.this = slope, this
+    def forward(ctx: Any, loss: Tensor, term: Tensor, slope: Tensor, balance_round: Round) -> Tensor:
+        ctx.slope, ctx.round = slope, balance_round
         return loss + term
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.this.gradient = gradient * ctx.slope
+        ctx.round.gradient = gradient * ctx.slope
         return gradient, None, None, None
 
 
 class Scored(torch.autograd.Function):
-    """Scores, to whose gradient that of the term is added."""
+    """Returns the scores. Backward adds the term's gradient to theirs."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, this: Round) -> Tensor:
-        ctx.this = this
+    def forward(ctx: Any, scores: Tensor, balance_round: Round) -> Tensor:
+        ctx.round = balance_round
         return scores.view_as(scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        term, mask = ctx.this.gradient, ctx.this.mask
+        term, mask = ctx.round.gradient, ctx.round.mask
         if term is None:  # backward begins at something else than the loss
             return gradient, None
         return gradient + (term if mask is None else mask.unsqueeze(1) * term), None
@@ -98,8 +98,8 @@ class Balance:
         self._coefficient, self._bias_rate, self._group = coefficient, bias_rate, group
         self.biases: list[Tensor] = []
         self._ahead: list[Tensor] | None = None
-        self._total: Tensor | None = None  # of all ranks and micro-batches of the step, if it is known ahead
-        self._own: Tensor | None = None  # of this rank, so far
+        self._total: Tensor | None = None  # over all ranks and micro-batches of the step, if known ahead
+        self._local: Tensor | None = None  # of this rank's micro-batches so far
         self.end_step()
 
     @property
@@ -107,7 +107,7 @@ class Balance:
         return bool(self._coefficient)
 
     def passes_ahead(self, micro_batches: int) -> int:
-        """Forward passes of a step before its first micro-batch: with several, the load of all must be known."""
+        """Forward passes of a step before its first micro-batch: several micro-batches need the load of all first."""
         return micro_batches if self.has_term and micro_batches > 1 else 0
 
     @contextmanager
@@ -120,53 +120,53 @@ class Balance:
     def load(self) -> Tensor:
         """Of the step that has just run: for each layer, how many tokens of the global batch chose each expert,
         (layers, experts). Moves biases by it. Collective, unless the term has asked for it before."""
-        total = self._latest if self.has_term else self._summed(self._own)  # type: ignore[arg-type]
+        total = self._latest if self.has_term else self._summed(self._local)  # type: ignore[arg-type]
         load = total[:-1].view(self._layers, -1)
         for bias, of_layer in zip(self.biases, load, strict=False):
             bias.add_((of_layer.mean() - of_layer).sign(), alpha=self._bias_rate)
         return load
 
     def end_step(self) -> None:
-        self.counts, self._total, self._ahead, self._own = True, None, None, None
+        self.counts, self._total, self._ahead, self._local = True, None, None, None
 
-    def _summed(self, own: Tensor) -> Tensor:
-        dist.all_reduce(own, group=self._group)
-        return own
+    def _summed(self, local: Tensor) -> Tensor:
+        dist.all_reduce(local, group=self._group)
+        return local
 
     def begin(self, _: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-        """Hook in front of the model. Padding does not count."""
+        """Hook before the model. Padding does not count."""
         mask = inputs.get("attention_mask")
         padding = mask.reshape(-1).float() if isinstance(mask, Tensor) and mask.ndim == 2 else None
         self.round = Round(padding)
 
     def watched(self, layer: int, scores: Tensor, chosen: Tensor) -> Tensor:
         """`scores`, (tokens, experts), which get the term's gradient in backward. `chosen`: (tokens, k)."""
-        this = self.round
+        current = self.round
         if torch._C._current_graph_task_id() == -1:  # else an activation checkpoint computes the layer again
-            counted = torch.ones_like(scores[:, :1]) if this.mask is None else this.mask.unsqueeze(1)
+            counted = torch.ones_like(scores[:, :1]) if current.mask is None else current.mask.unsqueeze(1)
             places = counted.expand(chosen.shape)
             load = scores.new_zeros(scores.shape[1]).scatter_add_(0, chosen.flatten(), places.flatten())
-            this.load[layer] = load.double()
-            this.scores = this.scores + (scores.detach() * counted).sum(0)
-            this.rows = this.rows + counted.sum()
-        return Scored.apply(scores, this) if self._coefficient else scores
+            current.load[layer] = load.double()
+            current.scores = current.scores + (scores.detach() * counted).sum(0)
+            current.rows = current.rows + counted.sum()
+        return Scored.apply(scores, current) if self._coefficient else scores
 
     @torch.no_grad()
     def end(self, model: nn.Module, _: Any, output: Any) -> None:
-        """Hook behind the model: its loss gets the term while it trains. Collective, if there are a loss and a term."""
-        this = self.round
+        """Hook after the model: its loss gets the term while it trains. Collective, if there are a loss and a term."""
+        current = self.round
         if not model.training or getattr(output, "loss", None) is None:
             return
-        self._layers = len(this.load)
-        own = torch.cat([*this.load.values(), torch.as_tensor(this.rows).double().view(1)]) * self.counts
+        self._layers = len(current.load)
+        local = torch.cat([*current.load.values(), torch.as_tensor(current.rows).double().view(1)]) * self.counts
         if self._ahead is not None:
-            self._ahead.append(own)
+            self._ahead.append(local)
             return
-        self._own = own if self._own is None else self._own + own
+        self._local = local if self._local is None else self._local + local
         if not self.has_term:
             return
-        total = self._latest = self._summed(own) if self._total is None else self._total
+        total = self._latest = self._summed(local) if self._total is None else self._total
         shares = (total[:-1].view(self._layers, -1).sum(0) / total[-1]).float()
-        slope = self._coefficient * len(shares) * shares / this.rows
+        slope = self._coefficient * len(shares) * shares / current.rows
         with torch.enable_grad():
-            output.loss = WithTerm.apply(output.loss, (slope * this.scores).sum(), slope, this)
+            output.loss = WithTerm.apply(output.loss, (slope * current.scores).sum(), slope, current)

@@ -53,7 +53,7 @@ def exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.Pr
 def through_experts(
     hidden: Tensor, chosen: Tensor, weights: Tensor, experts: int, compute: Compute, group: dist.ProcessGroup
 ) -> tuple[Tensor, int]:
-    """What the experts of all ranks make of this rank's tokens. Collective.
+    """The outputs of all ranks' experts for this rank's tokens. Collective.
 
     Args:
         hidden: (tokens, features).
@@ -66,36 +66,36 @@ def through_experts(
     """
     places = chosen.flatten()
     counts = hidden.new_zeros(experts, dtype=torch.int64).scatter_add_(0, places, torch.ones_like(places))
-    both = exchange_counts(counts, group)
-    going, coming = on_host(both, len(places))
-    sent, received = ([sum(of_rank) for of_rank in each] for each in (going, coming))
-    lengths, arriving = [sum(of_one) for of_one in zip(*coming, strict=True)], both[1]
+    row_counts = exchange_counts(counts, group)
+    going, coming = on_host(row_counts, len(places))
+    sent, received = ([sum(of_rank) for of_rank in by_rank] for by_rank in (going, coming))
+    lengths, arriving = [sum(of_expert) for of_expert in zip(*coming, strict=True)], row_counts[1]
     order = places.argsort(stable=True)
     leaving = as_factor(hidden[order // chosen.shape[1]])
     arrived = Exchange.apply(leaving, sent, received, group)
-    size, own = arriving.shape
-    numbers = torch.arange(own, device=hidden.device).repeat(size)
+    size, local_experts = arriving.shape
+    numbers = torch.arange(local_experts, device=hidden.device).repeat(size)
     by_expert = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
-    made = compute(arrived[by_expert], lengths, arriving.sum(0))[by_expert.argsort()]
-    back = Exchange.apply(made, received, sent, group)
+    outputs = compute(arrived[by_expert], lengths, arriving.sum(0))[by_expert.argsort()]
+    back = Exchange.apply(outputs, received, sent, group)
     rows = torch.empty_like(back).index_copy(0, order, back)
     summed = (rows.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
     return summed.to(hidden.dtype), sum(sent) * hidden.shape[1] * (leaving.itemsize + back.itemsize)
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """How many rows go from this rank to each rank's experts, and come from each rank for each expert of this rank, (2,
-    ranks, experts of a rank). Collective.
+    """The numbers of rows that this rank sends to each rank's experts, and receives from each rank for each of its
+    experts, (2, ranks, experts of a rank). Collective.
 
     Args:
         counts: Rows of this rank for each expert of all ranks.
     """
-    others = torch.empty_like(counts)
-    dist.all_to_all_single(others, counts, group=group)
-    return torch.stack([counts, others]).view(2, dist.get_world_size(group), -1)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    return torch.stack([counts, arriving]).view(2, dist.get_world_size(group), -1)
 
 
-def on_host(both: Tensor, rows: int) -> list[list[list[int]]]:
-    """What `exchange_counts` answers, for the host: the one wait for the device. The planner, where nobody counts, puts
-    in its place what follows from `rows`, that this rank sends."""
-    return both.tolist()
+def on_host(row_counts: Tensor, rows: int) -> list[list[list[int]]]:
+    """The result of `exchange_counts` on the host: the only wait for the device. The planner, which has no counts,
+    replaces this function and estimates them from `rows`, the number that this rank sends."""
+    return row_counts.tolist()

@@ -48,7 +48,7 @@ class Experts(nn.Module):
         """Collective. `hidden`: (tokens, features); `chosen`, `weights`: (tokens, k), the experts of each token.
 
         Over `tensor` all ranks have the same tokens, and of each output one term. So f stands in front of both factors,
-        and g behind (`tensor_parallel.operators`).
+        and g after it (`tensor_parallel.operators`).
         """
         experts = self._ranks * len(self.gate_up_proj)
         if self._tensor is None:
@@ -87,7 +87,7 @@ def products(rows: Tensor, weights: Tensor, lengths: Sequence[int], counts: Tens
     if takes and has_kernel(rows.device):
         return grouped(rows.to(dtype), weights.to(dtype), counts)
     pairs = zip(rows.split(list(lengths)), weights.unbind(), strict=True)
-    return torch.cat([functional.linear(own, weight) for own, weight in pairs])
+    return torch.cat([functional.linear(part, weight) for part, weight in pairs])
 
 
 def has_kernel(device: torch.device) -> bool:

@@ -36,8 +36,8 @@ ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
 
 
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
-    """Cut `module` in place as a run's settings say: its experts over `ep`, and what else there is. Rank 0's parameters
-    win. Collective.
+    """Cut `module` in place as a run's settings say: its experts over `ep`, and other layers over `tp`. Rank 0's
+    parameters win. Collective.
 
     Raises:
         UnsupportedError: it cannot be cut so.
@@ -52,11 +52,12 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     sigmoid, has_bias = config.router_scores == SIGMOID, config.router_bias is not None
     coefficient = settings.router_aux_loss_coef if settings.output_router_logits and not has_bias else 0.0
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
-    settings.output_router_logits = False  # its own term is that of one rank
+    settings.output_router_logits = False  # the model's own term sees one rank
     balance = Balance(coefficient, config.router_bias or 0.0, groups.data)
     parameters = CutParameters(dist.get_rank(groups.experts))
     recomputed = Recomputed.of(module, config.strategy.activation_checkpointing)
     parts, over_tensor, tensor = ModelParallel(groups.experts, groups.everyone, {}, groups.tensor), None, 1
+    # other layers over tp
     if config.cuts_layers:
         tensor, options = groups.mesh.degree(TENSOR), config.strategy
         plan = read_plan(Path(config.plan)) if config.plan else plan_around(module, tensor)
@@ -64,16 +65,19 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
         layers = cut_layers(module, plan, groups, device, precision=precision, activation_checkpointing=again)
         assert isinstance(layers.traffic, TensorTraffic)
         parts, over_tensor = replace(layers, group=groups.experts), layers.traffic
+    # experts and routers of each mixture
     traffic = Traffic(mixtures, groups, balance, recomputed, over_tensor)
     for layer, (name, mixture) in enumerate(mixtures.items()):
         experts, gate = mixture.experts, mixture.gate
-        for one, cut in within_each(name, len(experts.gate_up_proj), experts.down_proj.shape[-1], size, tensor).items():
-            parameters.cut(experts, f"{name}.experts", one, cut)
+        for weight_name, cut in within_each(
+            name, len(experts.gate_up_proj), experts.down_proj.shape[-1], size, tensor
+        ).items():
+            parameters.cut(experts, f"{name}.experts", weight_name, cut)
         if over_tensor is not None:
             traffic.cuts_each(name, experts.down_proj.shape[1])
         group = groups.tensor if over_tensor else None
-        given = experts.gate_up_proj, experts.down_proj, experts.act_fn
-        mixture.experts = Experts(*given, size, traffic.through, group)
+        weights = experts.gate_up_proj, experts.down_proj, experts.act_fn
+        mixture.experts = Experts(*weights, size, traffic.through, group)
         normalizes = getattr(gate, "norm_topk_prob", True)
         mixture.gate = Router(gate.weight, gate.top_k, normalizes, layer, balance, sigmoid, has_bias)
     module.register_forward_pre_hook(balance.begin, prepend=True, with_kwargs=True)
@@ -112,10 +116,10 @@ def within_each(name: str, experts: int, inner: int, size: int, tensor: int) -> 
     ranges = tuple(part for part in over_experts.ranges for _ in range(tensor))
     rows, columns = (cut_evenly(name, "inner features", inner, dim, tensor) for dim in (1, 2))
 
-    def both(cut: Cut) -> Cut:
+    def over_both(cut: Cut) -> Cut:
         return replace(over_experts, ranges=ranges, then=replace(cut, ranges=cut.ranges * size))
 
-    return {"gate_up_proj": both(cut_in_parts(rows, 2)), "down_proj": both(columns)}
+    return {"gate_up_proj": over_both(cut_in_parts(rows, 2)), "down_proj": over_both(columns)}
 
 
 class Traffic:
@@ -182,7 +186,7 @@ class Traffic:
             sent.append(Collective("all_reduce", backward, weights, self._over_tensor.ranks.size, "activations"))
             sent += self._over_tensor.of_forward(passes_ahead)
             sent += self._over_tensor(micro_batches)
-        return [one for one in sent if one.count]
+        return [collective for collective in sent if collective.count]
 
 
 def mixtures_of(module: nn.Module) -> dict[str, Any]:
