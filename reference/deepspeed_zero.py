@@ -163,15 +163,17 @@ class DeepSpeedZero(Strategy):
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
         """Optimizer states, and DeepSpeed's own copy of the parameters, which the optimizer updates."""
-        own = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
-        return [*super().optimizer_tensors(), *own]
+        partitions = (
+            self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        )
+        return [*super().optimizer_tensors(), *partitions]
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """The optimizer step frees gradients, and has an fp32 copy of this rank's part of the parameters. Stage 3 keeps
         small parameters whole, in addition to its part of them."""
         expected = expected_state_bytes(size, self.group_size, self.shards, optimizer_values=3)
-        kept = sum(4 * n for n in self.all_sizes if n <= KEPT_WHOLE) if self.stage == 3 else 0
-        return expected | {"gradients": 0, "parameters": expected["parameters"] + kept}
+        whole_bytes = sum(4 * n for n in self.all_sizes if n <= KEPT_WHOLE) if self.stage == 3 else 0
+        return expected | {"gradients": 0, "parameters": expected["parameters"] + whole_bytes}
 
     def parameter_pieces(self) -> list[Piece]:
         """Not supported: DeepSpeed keeps states in flat partitions and has checkpoints of its own."""
@@ -205,12 +207,12 @@ class DeepSpeedZero(Strategy):
         size, trained = self.group_size, self.sizes.values()
         if self.stage == 3:
             gradients = 4 * micro_batches * sum(padded(n, size) for n in trained)
-            kept = [4 * padded(n, size) for n in self.all_sizes if n <= KEPT_WHOLE]
+            whole = [4 * padded(n, size) for n in self.all_sizes if n <= KEPT_WHOLE]
             gathered = [4 * padded(n, size) for n in self.all_sizes if n > KEPT_WHOLE]
             fetches = micro_batches * -(-sum(gathered) // (4 * PREFETCHED))
             traffic = [
                 Collective("reduce_scatter", micro_batches, gradients, size, "gradients"),
-                Collective("all_gather", len(kept), sum(kept), size, "parameters"),
+                Collective("all_gather", len(whole), sum(whole), size, "parameters"),
                 Collective("all_gather", fetches, micro_batches * sum(gathered), size, "parameters"),
                 Collective("all_reduce", 1, 8, size, "bookkeeping"),
             ]

@@ -111,9 +111,9 @@ class FSDP2(Strategy):
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: refuse_graph_of_backward())
-        given = {id(tensor) for tensor in tensors}
+        output_ids = {id(tensor) for tensor in tensors}
         for name, leaf in self.whole_parameters.items():
-            if id(leaf) in given:  # its backward would crash the process
+            if id(leaf) in output_ids:  # its backward would crash the process
                 raise UnsupportedError(f"forward returns parameter {name} itself, which FSDP2 cannot; add 0 to it")
         if not torch.is_grad_enabled():
             for unit in self.units:
@@ -210,11 +210,11 @@ class FSDP2(Strategy):
             local(tensor).copy_(local(received))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        own = self.traffic_of(self.units, self.groups.shard_size, micro_batches)
-        return [*own, *buffer_broadcasts(self.module, self.group_size)]
+        collectives = self.traffic_of(self.units, self.groups.shard_size, micro_batches)
+        return [*collectives, *buffer_broadcasts(self.module, self.group_size)]
 
     def traffic_of(self, units: Iterable[Any], size: int, micro_batches: int, dimension: str = "") -> list[Collective]:
-        """Of `units` that are sharded over `size` ranks, along `dimension`."""
+        """The traffic of `units` that are sharded over `size` ranks, along `dimension`."""
         gathered, reduced = [], []
         for unit in units:
             is_regathered = self.frees_blocks_after_forward and unit is not self.fsdp

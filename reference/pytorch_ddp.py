@@ -110,9 +110,9 @@ class PlainPyTorchDDP(PyTorchDDP):
 def reduce_bucket(compression: Int8, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook of DDP, which calls it in the order of its buckets on all ranks."""
     compression.all_reduce(bucket.buffer()).wait()
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:

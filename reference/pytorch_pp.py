@@ -44,24 +44,24 @@ class StageModule(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(part for _, part, of_stage in stages.parts if of_stage == stage)
         self.run_model: Any = None  # the whole model, as a strategy runs it in a step
-        self.sizes: list[int] = []  # bytes of what comes in from another stage, and goes out, for a micro-batch
+        self.sizes: list[int] = []  # bytes of a micro-batch's messages from and to other stages
         self._run_stage = partial(stages.run, stage)
 
     def forward(self, *received: Tensor, **batch: Any) -> Tensor:
-        made = self._run_stage(received[0] if received else None, lambda: self.run_model(**batch))
-        self.sizes = [hidden.nbytes for hidden in (*received, made) if isinstance(hidden, Tensor)]
-        return made if isinstance(made, Tensor) else made.loss
+        output = self._run_stage(received[0] if received else None, lambda: self.run_model(**batch))
+        self.sizes = [hidden.nbytes for hidden in (*received, output) if isinstance(hidden, Tensor)]
+        return output if isinstance(output, Tensor) else output.loss
 
 
 class TorchPipeline:
-    """Trains by torch, and evaluates by `own` (`ddp_lab.strategy.model_parallel.Pipeline`)."""
+    """Trains by torch, and evaluates by the hand-written pipeline (`ddp_lab.strategy.model_parallel.Pipeline`)."""
 
-    def __init__(self, own: Pipeline, schedule: str, make_stage: Any) -> None:
-        self.begin, self.answer, self.agree = own.begin, own.answer, own.agree
-        self._schedule, self._ranks = schedule, own.shape(1).ranks
-        self._modules = [StageModule(own.stages, stage) for stage in own.stages.stage_numbers]
-        self._make_stages = lambda: list(map(make_stage, self._modules, own.stages.stage_numbers))
-        self._made: dict[Any, Any] = {}  # torch's schedules, by number and shape of micro-batches
+    def __init__(self, by_hand: Pipeline, schedule: str, make_stage: Any) -> None:
+        self.begin, self.answer, self.agree = by_hand.begin, by_hand.answer, by_hand.agree
+        self._schedule, self._ranks = schedule, by_hand.shape(1).ranks
+        self._modules = [StageModule(by_hand.stages, stage) for stage in by_hand.stages.stage_numbers]
+        self._make_stages = lambda: list(map(make_stage, self._modules, by_hand.stages.stage_numbers))
+        self._schedules: dict[Any, Any] = {}  # torch's schedules, by number and shape of micro-batches
 
     def step(self, batches: Any, forward: Any, loss_of: Any, backward_of: Any) -> None:
         """Forward and backward of all micro-batches. Collective over the pipeline.
@@ -73,8 +73,8 @@ class TorchPipeline:
         if len(forms) > 1:
             raise UnsupportedError("pytorch_pp: torch's stages take micro-batches of one shape alone; take tp")
         key = len(batches), forms.pop()
-        is_tried = key in self._made  # else torch runs the first micro-batch before all, for its shapes alone
-        schedule = self._made[key] = self._made.get(key) or self._make(len(batches))
+        is_tried = key in self._schedules  # else torch runs the first micro-batch before all, for its shapes alone
+        schedule = self._schedules[key] = self._schedules.get(key) or self._make(len(batches))
 
         def weighted(loss: Tensor, index: Tensor) -> Tensor:
             nonlocal is_tried

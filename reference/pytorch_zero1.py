@@ -32,8 +32,8 @@ class PyTorchZero1(PyTorchDDP):
         groups = [{**group, "params": [*group["params"]]} for group in make(make_optimizer).param_groups]
 
         def make_own(own_groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
-            own = [p for group in own_groups for p in group["params"]]
-            return hand_over(make(make_optimizer), {p: Part(p) for p in own})
+            parameters = [p for group in own_groups for p in group["params"]]
+            return hand_over(make(make_optimizer), {p: Part(p) for p in parameters})
 
         try:
             self.sharded: Any = ZeroRedundancyOptimizer(
@@ -62,8 +62,8 @@ class PyTorchZero1(PyTorchDDP):
         return self.sharded.optim
 
     def updated_pieces(self) -> list[Piece]:
-        own = {p for group in self.sharded.optim.param_groups for p in group["params"]}
-        return [piece for piece in super().updated_pieces() if piece.tensor in own]
+        parameters = {p for group in self.sharded.optim.param_groups for p in group["params"]}
+        return [piece for piece in super().updated_pieces() if piece.tensor in parameters]
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         buckets = [bucket for of_device in self.sharded._buckets for bucket in of_device]

@@ -54,8 +54,8 @@ def parallelize_by_transformers(
     for mixture in mixtures.values():
         experts = len(mixture.experts.gate_up_proj)
 
-        def look(_: nn.Module, given: tuple[Tensor, ...], experts: int = experts) -> None:
-            hidden, chosen = given[:2]
+        def look(_: nn.Module, inputs: tuple[Tensor, ...], experts: int = experts) -> None:
+            hidden, chosen = inputs[:2]
             traffic.saw(experts, 2 * chosen.shape[-1] * hidden.nbytes)  # rows go there, and others come to go back
 
         mixture.experts.register_forward_pre_hook(look)
@@ -72,10 +72,10 @@ class TransformersEP(FSDP2OverMesh):
         return DeviceMesh.from_group(self.process_group, self.device.type)
 
     def shard_within_blocks(self, settings: dict[str, Any]) -> None:
-        """Cut experts over `ep`, and shard what a rank has of them over `dp`.
+        """Cut experts over `ep`, and shard each rank's experts over `dp`.
 
-        The gradient of an expert is of the tokens of all ranks, and the ranks that hold it add theirs up. FSDP2 has to
-        divide by all ranks, and does so itself where there is nothing to add up.
+        The gradient of an expert comes from the tokens of all ranks, and the ranks that hold it sum theirs. FSDP2 must
+        divide by all ranks, and does so itself where there is nothing to sum.
         """
         meshes, copies = self.device_mesh, self.device_mesh[DATA].size()
         mixtures = mixtures_of(self.module)
@@ -88,10 +88,10 @@ class TransformersEP(FSDP2OverMesh):
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         experts = [mixture.experts for mixture in mixtures_of(self.module).values()]
-        others = [unit for unit in self.units if unit not in experts]
+        other_units = [unit for unit in self.units if unit not in experts]
         copies = self.device_mesh[DATA].size()
         return [
-            *self.traffic_of(others, self.groups.shard_size, micro_batches),
+            *self.traffic_of(other_units, self.groups.shard_size, micro_batches),
             *(self.traffic_of(experts, copies, micro_batches, DATA) if copies > 1 else ()),
             *buffer_broadcasts(self.module, self.group_size),
         ]
