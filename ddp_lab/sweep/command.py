@@ -32,7 +32,7 @@ from ddp_lab.runtime.process.launcher import answer_signals
 from ddp_lab.runtime.process.torchrun import quiet_torchrun
 from ddp_lab.runtime.settings.data import WORKLOADS
 from ddp_lab.runtime.watch.phases import long_phases_said
-from ddp_lab.sweep.done import how_far, kept, latest_sweep
+from ddp_lab.sweep.done import how_far, kept_runs, latest_sweep
 from ddp_lab.sweep.passes import planned, train
 from ddp_lab.sweep.runs import Runs
 
@@ -60,18 +60,18 @@ def main(arguments: Sequence[str]) -> int:
         return interrupted(getattr(error, "number", signal.SIGINT), runs.output_dir, latest.family)
 
 
-def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
+def build_parser(family: Family | None = None) -> argparse.ArgumentParser:
     """Args:
-    known: The family, where run_experiment_*.sh has given it.
+    family: The family, where run_experiment_*.sh has given it.
     """
     usage = "%(prog)s {}RANKS [--passes N] [--output-dir DIR] [--checkpoint-dir DIR] [--resume] [--config FILE]"
     usage += " [flags of {}]"
     parser = OneLineParser(
-        prog=known.sweep if known else "ddp-lab sweep",
+        prog=family.sweep if family else "ddp-lab sweep",
         description="Train with every choice, in passes, report on each, and compare them.",
-        usage=usage.format(*("", known.script) if known else ("FAMILY ", "the entrypoint")),
+        usage=usage.format(*("", family.script) if family else ("FAMILY ", "the entrypoint")),
     )
-    help_on_family = argparse.SUPPRESS if known else ", ".join(FAMILIES)  # run_experiment_*.sh give it
+    help_on_family = argparse.SUPPRESS if family else ", ".join(FAMILIES)  # run_experiment_*.sh give it
     parser.add_argument("family", choices=list(FAMILIES), metavar="FAMILY", help=help_on_family)
     about_ranks = "processes on this node; one per GPU if it has GPUs"
     parser.add_argument("ranks", type=at_least(1), metavar="RANKS", help=about_ranks)
@@ -95,23 +95,24 @@ def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Runs, SweepPass, bool]:
-    """What to run, of which sweep, and whether that was interrupted and continues.
+    """The runs, their sweep, and whether an interrupted sweep continues.
 
     Raises:
         UserError: the settings do not fit together, or no such sweep was interrupted.
     """
     parser = build_parser(FAMILIES.get(arguments[0] if arguments else ""))
-    command = shlex.join(["ddp-lab", "sweep", *(one for one in arguments if one != "--resume")])
+    command = shlex.join(["ddp-lab", "sweep", *(argument for argument in arguments if argument != "--resume")])
     arguments = with_config_file(arguments, ignored=["ddp-choice"])
     if checkpoint := given_to_resume(arguments):
         parser.error(
             f"--resume {checkpoint}: a sweep continues with its own choices, so give --resume alone; one run continues "
             f"from a checkpoint with torchrun ... --ddp-choice NAME --resume {checkpoint}"
         )
+    # the flags of all runs
     options, flags = parser.parse_known_args(arguments)
     family = FAMILIES[options.family]
     for flag in ("--ddp-choice", "--shard-choice"):
-        if any(given.split("=")[0] == flag for given in flags):
+        if any(argument.split("=")[0] == flag for argument in flags):
             parser.error(f"{flag}: a sweep trains with every choice; for one, use torchrun {family.script}")
     require_room(options.ranks)
     runs = Runs(family, options.ranks, options.output_dir, options.checkpoint_dir, flags)
@@ -123,6 +124,7 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepPass, bool]:
     if not runs.gives(BATCH):  # on meshes, too: the ranks that see different samples are a divisor of all
         batch = runs.config(runs.names()[0]).nearest_batch(options.ranks)
         runs = replace(runs, flags=[*runs.flags, BATCH, str(batch)])
+    # the machine, and whether the settings fit it
     config = runs.require_fit()
     on_gpu = config.device != "cpu" and sees_gpu()
     require_found(resolve_workload(config, on_gpu))
@@ -134,6 +136,7 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepPass, bool]:
         runs = replace(runs, flags=[*runs.flags, "--link", SWEEP_LINK])
     runs = replace(runs, on_gpu=on_gpu)
     config.require_profiled_ranks(options.ranks)
+    # a new sweep, or the interrupted one
     if not options.resume:
         new = SweepPass(id=datetime.now(UTC).isoformat(), family=options.family, command=command, passes=options.passes)
         return runs, new, False
@@ -148,17 +151,17 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepPass, bool]:
 
 
 def given_to_resume(arguments: Sequence[str]) -> str:
-    """The value behind `--resume`, which takes none in a sweep; empty if there is none."""
-    for one, following in pairwise([*arguments, ""]):
-        if one.startswith("--resume="):
-            return one.removeprefix("--resume=")
-        if one == "--resume" and not following.startswith("-") and not following.isdecimal():  # a number: RANKS
+    """The value after `--resume`, which takes none in a sweep; empty if there is none."""
+    for argument, following in pairwise([*arguments, ""]):
+        if argument.startswith("--resume="):
+            return argument.removeprefix("--resume=")
+        if argument == "--resume" and not following.startswith("-") and not following.isdecimal():  # a number: RANKS
             return following
     return ""
 
 
 def first_line(runs: Runs, choices: int, passes: int) -> str:
-    """What a sweep is going to do."""
+    """The first line of a sweep: its runs, workload and links."""
     config = resolve_workload(runs.config(runs.names()[0]), runs.on_gpu)
     length = counted(config.max_steps, "step") if config.max_steps else counted(config.epochs or 1, "epoch")
     times = f"{counted(choices, 'choice')} x {counted(passes, 'pass')} = {counted(choices * passes, 'run')} of {length}"
@@ -170,7 +173,7 @@ def first_line(runs: Runs, choices: int, passes: int) -> str:
 
 
 def load_line(ranks: int, load: float, cores: int) -> str:
-    """What to say of a machine on which other programs leave too few cores for the ranks; mostly nothing.
+    """A warning if other programs leave too few cores for the ranks; otherwise empty.
 
     Args:
         load: Threads that ran or could run, on average of the last minute.
@@ -188,16 +191,16 @@ def counted(number: int, thing: str) -> str:
 
 
 def interrupted(number: int, output_dir: Path, family: str) -> int:
-    """Say what is kept, and how to continue. The exit code is that of a process that the signal ended."""
+    """Print how to continue. Returns the exit code of a process that the signal ended."""
     answer_signals(signal.SIG_IGN)  # a second Ctrl-C would only print a traceback
-    left = kept(output_dir, family)
-    line = f"error: stopped by {signal.Signals(number).name}; {left}the same command with --resume continues"
+    summary = kept_runs(output_dir, family)
+    line = f"error: stopped by {signal.Signals(number).name}; {summary}the same command with --resume continues"
     print(line, file=sys.stderr)
     return 128 + number
 
 
 def sweep(runs: Runs, latest: SweepPass, resumes: bool) -> int:
-    """Do all runs of a sweep that have left no record yet, and report on all; 1 if any of them failed, else 0.
+    """Train the runs of a sweep that have no record yet, and report on all. Returns 1 if any failed, else 0.
 
     Args:
         resumes: A run that was interrupted continues from its newest checkpoint, if it has left one.
@@ -208,8 +211,8 @@ def sweep(runs: Runs, latest: SweepPass, resumes: bool) -> int:
     started, family = time.monotonic(), runs.family
     refusals = dict.fromkeys(runs.labels(), "")
     print(first_line(runs, len(refusals), latest.passes), flush=True)
-    if not runs.on_gpu and (said := load_line(runs.ranks, os.getloadavg()[0], os.cpu_count() or 1)):
-        print(said, flush=True)
+    if not runs.on_gpu and (warning := load_line(runs.ranks, os.getloadavg()[0], os.cpu_count() or 1)):
+        print(warning, flush=True)
     with long_phases_said(family.sweep):
         from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds
 
@@ -218,18 +221,18 @@ def sweep(runs: Runs, latest: SweepPass, resumes: bool) -> int:
             import_libraries(resolve_workload(runs.config(runs.names()[0]), has_gpu=False))
     labels = [label for label, refusal in refusals.items() if not refusal]
     latest = msgspec.structs.replace(latest, runs=len(labels) * latest.passes)
-    done = latest_sweep(runs.output_dir, latest.family)[1] if resumes else {}
+    completed = latest_sweep(runs.output_dir, latest.family)[1] if resumes else {}
     if resumes:
-        print(f"resuming: {how_far(latest, done)} are done", flush=True)
+        print(f"resuming: {how_far(latest, completed)} are done", flush=True)
     for label, refusal in refusals.items():
         if refusal:
             print(f"{label}: left out: {refusal}", flush=True)
     if not labels:
         raise UserError("no choice can do what these flags ask for")
-    failed = train(runs, latest, done, planned(labels, latest.passes, runs.config(labels[0]).seed), resumes)
+    failed = train(runs, latest, completed, planned(labels, latest.passes, runs.config(labels[0]).seed), resumes)
     succeeded = [label for label in labels if label not in failed]
-    done = latest_sweep(runs.output_dir, latest.family)[1]
-    page = report_on_choices(runs.output_dir, family.report_root, succeeded, failed, passes=done)
+    completed = latest_sweep(runs.output_dir, latest.family)[1]
+    page = report_on_choices(runs.output_dir, family.report_root, succeeded, failed, passes=completed)
     print(f"\n{len(succeeded)} of {len(labels)} choices in {time.monotonic() - started:.0f} s; open {page}")
     if failed:
         print(f"error: failed: {', '.join(failed)}", file=sys.stderr)

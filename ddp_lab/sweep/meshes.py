@@ -25,12 +25,12 @@ def mesh_labels(ranks: int) -> list[str]:
         raise UserError(f"RANKS {ranks}: a mesh to compare has at least 2; give more, or --mesh")
     by_mesh: list[tuple[dict[str, int], list[str]]] = []
     if ranks <= MOST_TENSOR:
-        by_torch = ["pytorch_tp"] if ranks % 2 == 0 else []  # DTensor cuts heads evenly alone
+        by_torch = ["pytorch_tp"] if ranks % 2 == 0 else []  # DTensor cuts heads only evenly
         by_mesh.append(({TENSOR: ranks}, ["tp", "tp-sp", *by_torch]))
     if ranks >= 4 and ranks % 2 == 0:
         inner = MOST_TENSOR if ranks % MOST_TENSOR == 0 and ranks > MOST_TENSOR else 2
-        both = ["tp", "zero1", "zero1-sp", "zero3", "zero3-sp", "pytorch_fsdp_tp"]
-        by_mesh.append(({DATA: ranks // inner, TENSOR: inner}, both))
+        choices = ["tp", "zero1", "zero1-sp", "zero3", "zero3-sp", "pytorch_fsdp_tp"]
+        by_mesh.append(({DATA: ranks // inner, TENSOR: inner}, choices))
     by_mesh.append(({DATA: ranks}, ["zero3"]))
     if ranks >= 4 and ranks % 2 == 0:
         by_mesh.append(({REPLICATE: 2, SHARD: ranks // 2}, ["zero3"]))
@@ -38,7 +38,7 @@ def mesh_labels(ranks: int) -> list[str]:
 
 
 def label(mesh: Mesh, run: str) -> str:
-    """`run`: a choice, perhaps with `SEQUENCE_PARALLEL` behind it."""
+    """`run`: a choice, perhaps followed by `SEQUENCE_PARALLEL`."""
     choice = run.partition(SEQUENCE_PARALLEL)[0]
     return labelled(choice, mesh.label + run.removeprefix(choice))
 

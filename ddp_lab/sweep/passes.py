@@ -21,23 +21,23 @@ def planned(labels: Sequence[str], passes: int, seed: int) -> list[tuple[str, in
     return [(label, number) for number, order in enumerate([labels, *orders], 1) for label in order]
 
 
-def train(runs: Runs, sweep: SweepPass, done: Done, plan: Sequence[tuple[str, int]], resumes: bool) -> list[str]:
-    """Do the runs of `plan` (label, pass) that are not in `done`, and return the labels of those that failed.
+def train(runs: Runs, sweep: SweepPass, completed: Done, plan: Sequence[tuple[str, int]], resumes: bool) -> list[str]:
+    """Train the runs of `plan` (label, pass) that are not in `completed`. Returns the labels of those that failed.
 
-    A choice that failed is left out of later passes. Before each run, a line says how far the sweep is.
+    Later passes leave a failed choice out. A line before each run says how far the sweep is.
     """
     failed: list[str] = []
     seconds: list[float] = []
-    todo = [(label, number) for label, number in plan if number not in done.get(label, ())]
+    todo = [(label, number) for label, number in plan if number not in completed.get(label, ())]
     for label, number in todo:
         if label in failed:
             continue
         place = plan.index((label, number))
-        said = f"{label}: {place + 1} of {len(plan)}" + f" (pass {number} of {sweep.passes})" * (sweep.passes > 1)
+        line = f"{label}: {place + 1} of {len(plan)}" + f" (pass {number} of {sweep.passes})" * (sweep.passes > 1)
         if seconds:
-            left = sum(again in todo and again[0] not in failed for again in plan[place:])
-            said += f", about {left * sum(seconds) / len(seconds):.0f} s to go"
-        print(said, flush=True)
+            runs_left = sum(run in todo and run[0] not in failed for run in plan[place:])
+            line += f", about {runs_left * sum(seconds) / len(seconds):.0f} s to go"
+        print(line, flush=True)
         config = runs.config(label, number)
         if resumes and number == 1 and runs.has_begun(label):
             config = config.but(resume=LATEST)

@@ -115,9 +115,9 @@ class Runs:
 
 
 def without(names: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """`flags`, without those of these names and their values."""
-    kept, stays = [], True
+    """`flags` without the flags `names` and their values."""
+    other_flags, stays = [], True
     for flag in flags:
         stays = flag.split("=")[0] not in names if flag.startswith("--") else stays
-        kept += [flag] * stays
-    return kept
+        other_flags += [flag] * stays
+    return other_flags
