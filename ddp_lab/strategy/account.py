@@ -91,8 +91,8 @@ class ModelSize:
         return cls.of_parameters(module.parameters())
 
     @classmethod
-    def of_parameters(cls, held: Iterable[nn.Parameter]) -> "ModelSize":
-        parameters = [p.to_local() if hasattr(p, "to_local") else p for p in held]
+    def of_parameters(cls, module_parameters: Iterable[nn.Parameter]) -> "ModelSize":
+        parameters = [p.to_local() if hasattr(p, "to_local") else p for p in module_parameters]
         return cls(
             elements=sum(p.numel() for p in parameters),
             trainable_elements=sum(p.numel() for p in parameters if p.requires_grad),
@@ -119,7 +119,7 @@ def expected_state_bytes(
         "gradients": size.trainable_bytes,
         "optimizer_state": optimizer_values * size.trainable_bytes,
     }
-    return {name: -(-held // world_size) if name in shards else held for name, held in whole.items()}
+    return {name: -(-nbytes // world_size) if name in shards else nbytes for name, nbytes in whole.items()}
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -149,9 +149,9 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements `start` to `end` of the tensor or range with number `which`."""
+    """Elements `start` to `end` of the tensor or range with this `number`."""
 
-    which: int
+    number: int
     start: int
     end: int
 
@@ -199,13 +199,13 @@ def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[Part]
 def norm_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """The 2-norm of all elements, an fp64 scalar on `device`, by one fused kernel.
 
-    It is finite if, and only if, they all are. One that is larger than its dtype can hold counts as infinite. The
-    tensors may be on the host.
+    It is finite if and only if all elements are. A norm that its dtype cannot hold counts as infinite. The tensors may
+    be on the host.
     """
-    found = [tensor.detach() for tensor in tensors]
-    if not found:
+    detached = [tensor.detach() for tensor in tensors]
+    if not detached:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)), dtype=torch.float64).to(device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(detached)), dtype=torch.float64).to(device)
 
 
 def clip_parts(
@@ -238,26 +238,26 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def require_matching_state(
-    wanted: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor], group: dist.ProcessGroup
+    shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor], group: dist.ProcessGroup
 ) -> None:
-    """Refuse a state (rank 0's; the others' is not read) that does not fit a module. `wanted`: its `shapes_of`.
+    """Refuse a state of rank 0 that does not fit a module. Other ranks' states are not read. `shapes`: `shapes_of` it.
 
     Raises:
         ValueError: on every rank, names the entries that are missing, unknown or of another shape.
     """
-    problem = [_state_problem(wanted, state) if dist.get_rank(group) == 0 else ""]
+    problem = [_state_problem(shapes, state) if dist.get_rank(group) == 0 else ""]
     dist.broadcast_object_list(problem, group=group, group_src=0)
     if problem[0]:
         raise ValueError(f"load_full_state_dict: {problem[0]}")
 
 
-def _state_problem(wanted: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> str:
-    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    problems = [f"missing {name}" for name in wanted if name not in given]
-    problems += [f"unknown {name}" for name in given if name not in wanted]
+def _state_problem(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> str:
+    state_shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    problems = [f"missing {name}" for name in shapes if name not in state_shapes]
+    problems += [f"unknown {name}" for name in state_shapes if name not in shapes]
     problems += [
-        f"{name} has shape {given[name]} instead of {shape}"
-        for name, shape in wanted.items()
-        if given.get(name, shape) != shape
+        f"{name} has shape {state_shapes[name]} instead of {shape}"
+        for name, shape in shapes.items()
+        if state_shapes.get(name, shape) != shape
     ]
     return "; ".join(problems)

@@ -59,12 +59,12 @@ def sample_count(micro_batch: MicroBatch) -> int:
 
 
 def first_bad_sample(micro_batches: Sequence[Weighted]) -> int:
-    """The first sample, counted over these, that holds NaN or infinity; -1 if none does. Masks may hold -infinity."""
+    """The number of the first sample that holds NaN or infinity; -1 if none does. Masks may hold -infinity."""
     before = 0
     for batch, _ in micro_batches:
         values = [tensor for tensor in batch.values() if tensor.is_floating_point() and tensor.dim()]
-        bad = [(each.isnan() | each.isposinf()).reshape(len(each), -1).any(1).nonzero() for each in values]
-        if rows := [int(each[0]) for each in bad if len(each)]:
+        bad = [(tensor.isnan() | tensor.isposinf()).reshape(len(tensor), -1).any(1).nonzero() for tensor in values]
+        if rows := [int(samples[0]) for samples in bad if len(samples)]:
             return before + min(rows)
         before += sample_count(batch)
     return -1
@@ -98,19 +98,19 @@ PATIENCE_S = 30.0
 _places: WeakSet["Place"] = WeakSet()
 _numbers = count()
 _looking = threading.Lock()
-"""Held while places are looked at: a thread may still be there when another begins, and each line is said once."""
+"""Held while a thread reads places: an old thread may still run when a new one begins, and a line is printed once."""
 
 
 class Place:
-    """Where this rank is.
+    """The place of this rank in the training.
 
     Attributes:
         at: Optimizer steps done, and micro-batches of the next one that have begun.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.at = self._seen = (0, 0)
-        self._group, self._since, self._is_said = group, time.monotonic(), False
+        self.at = self._latest = (0, 0)
+        self._group, self._since, self._is_printed = group, time.monotonic(), False
         self._prefix = f"ddp-lab/places/{next(_numbers)}"
         self._store: dist.Store | None = None  # while this rank does not move, its place is there
         _places.add(self)
@@ -122,33 +122,34 @@ class Place:
         self.at = steps, 1 + (self.at[1] if self.at[0] == steps else 0)
 
     def look(self) -> None:
-        """Called now and then. Rank 0 says once who is behind."""
+        """Runs now and then. Rank 0 prints once which rank is behind."""
         rank, now = self._group.rank(), time.monotonic()
-        if self.at != self._seen:
+        if self.at != self._latest:
             if self._store is not None:
                 self._store.delete_key(str(rank))
-            self._seen, self._since, self._is_said, self._store = self.at, now, False, None
-        elif now - self._since > PATIENCE_S and not self._is_said:
+            self._latest, self._since, self._is_printed, self._store = self.at, now, False, None
+        elif now - self._since > PATIENCE_S and not self._is_printed:
             if self._store is None:
                 self._store = dist.PrefixStore(self._prefix, _get_default_store().clone())
                 self._store.set(str(rank), "{} {}".format(*self.at))
-            keys = [str(other) for other in range(self._group.size())]
+            keys = [str(rank) for rank in range(self._group.size())]
             if rank == 0 and self._store.check(keys):
-                line = behind([tuple(map(int, self._store.get(key).split())) for key in keys])
-                self._is_said = bool(line)
+                line = warning_of([tuple(map(int, self._store.get(key).split())) for key in keys])
+                self._is_printed = bool(line)
                 if line:
                     print(f"warning: for {now - self._since:.0f} s, {line}", file=sys.stderr, flush=True)
 
 
-def behind(places: Sequence[tuple[int, ...]]) -> str:
-    """What to say of ranks whose `Place.at` is this; empty if they are all in the same place."""
+def warning_of(places: Sequence[tuple[int, ...]]) -> str:
+    """A warning of the slowest rank, by each rank's `Place.at`; empty if all are in the same place."""
     last, first = min(places), max(places)
     if last == first:
         return ""
-    who, other = places.index(last), places.index(first)
+    slowest, fastest = places.index(last), places.index(first)
     return (
-        f"rank {who} is behind: it has done {last[0]} steps and begun {last[1]} micro-batches of the next, and rank "
-        f"{other} {first[0]} and {first[1]}; each rank must run as many steps, and micro-batches in them, as the others"
+        f"rank {slowest} is behind: it has done {last[0]} steps and begun {last[1]} micro-batches of the next, and "
+        f"rank {fastest} {first[0]} and {first[1]}; each rank must run as many steps, and micro-batches in them, as "
+        "the others"
     )
 
 

@@ -43,11 +43,11 @@ def bring_to(module: nn.Module, precision: str) -> None:
         UnsupportedError: a part of the module takes no parameters of another dtype than its buffers.
     """
     dtype = DTYPES[precision]
-    others = [p for p in module.parameters() if p.is_floating_point() and p.dtype != dtype]
-    if precision != BF16_TRUE or not others:
+    castable = [p for p in module.parameters() if p.is_floating_point() and p.dtype != dtype]
+    if precision != BF16_TRUE or not castable:
         return
     require_castable(module, f"--precision {precision}")
-    for parameter in others:
+    for parameter in castable:
         parameter.data = parameter.data.to(dtype)
     cast_inputs([module, *find_blocks(module)], dtype)
 
@@ -156,30 +156,30 @@ def require_own_memory(module: nn.Module) -> None:
         (tensor.untyped_storage()._cdata, *_span(tensor), name, tensor) for name, tensor in named if tensor.numel()
     ]
     spans.sort(key=lambda span: span[:3])
-    for index, (storage, _, end, name, one) in enumerate(spans):
-        for other_storage, begin, _, other, another in spans[index + 1 :]:
+    for index, (storage, _, end, name, first) in enumerate(spans):
+        for other_storage, begin, _, other_name, second in spans[index + 1 :]:
             if other_storage != storage or begin >= end:
                 break
-            if (one.requires_grad or another.requires_grad) and _overlap(one, another):
+            if (first.requires_grad or second.requires_grad) and _overlap(first, second):
                 raise UnsupportedError(
-                    f"{name} and {other} lie in the same memory, and would come apart in shards; make them "
+                    f"{name} and {other_name} lie in the same memory, and would come apart in shards; make them "
                     "one parameter (b.weight = a.weight), compute a view in forward, or take a replicated choice"
                 )
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a storage that is a tensor's, and the byte behind its last."""
+    """The first byte of a tensor in its storage, and the byte after its last."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first, size = int(tensor.storage_offset()), tensor.element_size()
     return first * size, (first + int(last) + 1) * size
 
 
-def _overlap(one: Tensor, another: Tensor) -> bool:
-    """Whether two views of a storage have an element in common; if they differ in dtype, taken for granted."""
-    if one.dtype != another.dtype:
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of a storage share an element. Views of different dtypes count as sharing one."""
+    if a.dtype != b.dtype:
         return True
-    numbers = torch.arange(max(_span(one)[1], _span(another)[1]) // one.element_size(), dtype=torch.int64, device="cpu")
-    first, second = (numbers.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (one, another))
+    numbers = torch.arange(max(_span(a)[1], _span(b)[1]) // a.element_size(), dtype=torch.int64, device="cpu")
+    first, second = (numbers.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (a, b))
     return bool(torch.isin(first, second).any())
 
 
@@ -206,9 +206,9 @@ def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device:
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
     lines += [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
-    mine = torch.tensor([digest], dtype=torch.int64, device=device)
-    all_digests = mine.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(all_digests, mine, group=group)
+    own_digest = torch.tensor([digest], dtype=torch.int64, device=device)
+    all_digests = own_digest.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(all_digests, own_digest, group=group)
     differing = (all_digests != all_digests[0]).nonzero().flatten().tolist()
     if differing:
         raise UnsupportedError(

@@ -51,9 +51,9 @@ class Supports:
         Raises:
             UnsupportedError: names the flag that it cannot.
         """
-        what, colon, _ = (options.offload or "").partition(":")
+        part, colon, _ = (options.offload or "").partition(":")
         takes = {name: getattr(self, name) for name in ("compress", "compile", "param_dtype")}
-        takes["offload"] = {what, colon} <= self.offload | {""}
+        takes["offload"] = {part, colon} <= self.offload | {""}
         for field in fields(options):
             value = getattr(options, field.name)
             if value and not takes.get(field.name, True):

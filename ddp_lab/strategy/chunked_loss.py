@@ -52,7 +52,7 @@ class ChunkedLoss:
     def __init__(self, model: Any, head: nn.Linear, chunks: int) -> None:
         self._head, self._logits, self._loss, self._chunks = head, head.forward, model.loss_function, chunks
         self._labels: Tensor | None = None
-        self._made: Tensor | None = None
+        self._output: Tensor | None = None
         head.forward = self._forward  # type: ignore[assignment]
         model.loss_function = self._answer
 
@@ -67,16 +67,16 @@ class ChunkedLoss:
             return self._logits(hidden)
         targets = pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
         weight, bias = self._head.weight, self._head.bias
-        self._made = ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight, bias, targets, self._chunks)
-        return self._made
+        self._output = ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight, bias, targets, self._chunks)
+        return self._output
 
-    def _answer(self, logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
-        made, self._made = self._made, None
-        if made is None:
-            return self._loss(logits, labels, **more)
-        if logits is not made:
-            raise OneRankError(f"{FLAG}: the model changes its logits behind the head; leave the flag out")
-        return made
+    def _answer(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        loss, self._output = self._output, None
+        if loss is None:
+            return self._loss(logits, labels, **options)
+        if logits is not loss:
+            raise OneRankError(f"{FLAG}: the model changes its logits after the head; leave the flag out")
+        return loss
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -94,9 +94,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         head = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
-        for part, wanted in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
+        for part, labels in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
             logits = linear(part.to(ctx.dtype), *head)
-            total += cross_entropy(logits.float(), wanted, ignore_index=IGNORED, reduction="sum")
+            total += cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         count = (targets != IGNORED).sum()
         ctx.save_for_backward(hidden, weight, bias, targets, count)
         ctx.chunks = chunks
@@ -106,30 +106,30 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, count = ctx.saved_tensors
-        dtype, wanted = ctx.dtype, ctx.needs_input_grad
+        dtype, needs_gradient = ctx.dtype, ctx.needs_input_grad
         head = weight.to(dtype), None if bias is None else bias.to(dtype)
         of_hidden = torch.empty_like(hidden)
         # Chunks are added up in fp32, whatever they are computed in: so the sum is rounded once.
         of_weight, of_bias = (
             torch.zeros_like(part, dtype=torch.float32) if wants else None
-            for part, wants in zip((weight, bias), wanted[1:3], strict=True)
+            for part, wants in zip((weight, bias), needs_gradient[1:3], strict=True)
         )
         for part, of_part, labels in zip(*(t.chunk(ctx.chunks) for t in (hidden, of_hidden, targets)), strict=True):
-            given, is_target = part.to(dtype), (labels != IGNORED).unsqueeze(1)
-            of_logits = linear(given, *head).float().softmax(-1)
+            inputs, is_target = part.to(dtype), (labels != IGNORED).unsqueeze(1)
+            of_logits = linear(inputs, *head).float().softmax(-1)
             places = labels.unsqueeze(1).where(is_target, 0)
             of_logits.scatter_(1, places, of_logits.gather(1, places) - 1)
             of_logits = of_logits.mul_(is_target * (gradient / count)).to(dtype)
             of_part.copy_(of_logits @ head[0])
             if of_weight is not None and dtype == torch.float32:
-                of_weight.addmm_(of_logits.T, given)
+                of_weight.addmm_(of_logits.T, inputs)
             elif of_weight is not None:
-                of_weight += of_logits.T @ given
+                of_weight += of_logits.T @ inputs
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
             del of_logits  # before those of the next chunk
         return (
-            of_hidden if wanted[0] else None,
+            of_hidden if needs_gradient[0] else None,
             of_weight if of_weight is None else of_weight.to(weight.dtype),
             of_bias if of_bias is None else of_bias.to(weight.dtype),
             None,

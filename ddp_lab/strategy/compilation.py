@@ -72,16 +72,16 @@ class CompiledBlocks:
             compile_forward(block, backend, VARIANTS + len(self.blocks))
 
     def as_record(self) -> dict[str, Any]:
-        """What has been compiled so far in this process (`docs/run-record.md`)."""
-        made = self._utils.get_compilation_metrics()[self._compiled_before :]
-        forward = [one for one in made if one.is_forward]
+        """The compilations of this process so far (`docs/run-record.md`)."""
+        compilations = self._utils.get_compilation_metrics()[self._compiled_before :]
+        forward = [compilation for compilation in compilations if compilation.is_forward]
         breaks = Counter(self._utils.counters["graph_break"]) - self._breaks_before
         return {
             "blocks": len(self.blocks),
-            "graphs": sum(1 for one in forward if one.graph_op_count),
-            "recompilations": by_reason(one.recompile_reason for one in forward if one.recompile_reason),
+            "graphs": sum(1 for compilation in forward if compilation.graph_op_count),
+            "recompilations": by_reason(graph.recompile_reason for graph in forward if graph.recompile_reason),
             "graph_breaks": by_reason(breaks.elements()),
-            "seconds": round(sum(one.duration_us or 0 for one in made) / 1e6, 3),
+            "seconds": round(sum(compilation.duration_us or 0 for compilation in compilations) / 1e6, 3),
         }
 
 

@@ -1,4 +1,4 @@
-"""The one exchange of an optimizer step: a row of numbers from each rank, behind the last backward pass.
+"""The one exchange of an optimizer step: a row of numbers from each rank, after the last backward pass.
 
 | columns | what a rank says |
 |---|---|
@@ -32,7 +32,7 @@ from ddp_lab.strategy.gradient_watch import agree_on_sequence, digest
 LACKS_ANY, WANTS_TO_STOP, IS_UNKNOWN = 1, 2, 4
 """Flags of counts: no micro-batch to repeat if others hold more; asked to stop after this step; nothing known yet."""
 OF_GROUP, OF_MODEL, OF_RECEIVED, LOSS, SQUARE = range(4, 9)
-"""Columns behind the counts."""
+"""Columns after the counts."""
 FP64 = 8
 """Bytes of an element of a row."""
 
@@ -96,7 +96,7 @@ class Exchange:
         self._copies = dist.get_world_size(everyone) // len(members)  # ranks with the same tokens
         self._context_size = context_size
         self._details = 0  # columns of the second exchange of the latest step, if there was one
-        self.told: tuple[Counts, Rows] | None = None  # of the next step: by this rank, and by all
+        self.announced: tuple[Counts, Rows] | None = None  # counts of the next step: this rank's, and all ranks'
         self.device = exchange_device(group, module_device)
 
     @property
@@ -135,10 +135,10 @@ class Exchange:
             exchange = self._begin(row, self._everyone)  # while the device makes the shares
             shares = make_shares()
             dist.all_reduce(shares, group=self._everyone)
-            self.told = following, self._finish(exchange)
-            return self.told[1], shares
-        self.told = following, self._all_gather([*row, *make_shares().tolist()])
-        rows = self.told[1]
+            self.announced = following, self._finish(exchange)
+            return self.announced[1], shares
+        self.announced = following, self._all_gather([*row, *make_shares().tolist()])
+        rows = self.announced[1]
         sums = [sum(row[LOSS] for row in rows), sum(row[SQUARE] for row in rows)]
         return rows, torch.tensor(sums, dtype=torch.float64, device=self._module_device)
 
@@ -166,18 +166,18 @@ class Exchange:
         return [any(column) for column in zip(*self._all_gather(received, self._group), strict=True)]
 
     def tell(self, counts: Counts) -> None:
-        """Tell the other ranks what this one holds of the next step. Collective."""
-        self.told = counts, self._all_gather(counts)
+        """Announce this rank's counts of the next step. Collective."""
+        self.announced = counts, self._all_gather(counts)
 
     def global_batch(self, counts: Counts, step: int) -> GlobalBatch:
-        """What all ranks together hold of `step`, which begins: as they have told each other in the one before, or do
-        now. `counts`: what this rank does.
+        """The global batch of `step`, which begins: as announced in the previous step, or gathered now. `counts`: this
+        rank's.
 
         Raises:
-            OneRankError: this rank has told that it would hold something else.
+            OneRankError: this rank announced other counts.
             UnsupportedError: they hold nothing, or a rank has nothing to run.
         """
-        (announced, rows), self.told = self.told or (UNKNOWN, []), None
+        (announced, rows), self.announced = self.announced or (UNKNOWN, []), None
         if not announced.flags & IS_UNKNOWN and announced[:2] != counts[:2]:
             raise OneRankError(
                 f"forward_backward() got {counts.micro_batches} micro-batches that weigh {counts.weight:g}, and the "
@@ -208,9 +208,9 @@ class Exchange:
         return self._finish(self._begin(row, group or self._everyone))
 
     def _begin(self, row: Sequence[float], group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-        mine = torch.tensor(row, dtype=torch.float64, device=self.device)
-        table = mine.new_empty(dist.get_world_size(group) * len(row))
-        work = dist.all_gather_into_tensor(table, mine, group=group, async_op=True)
+        own_row = torch.tensor(row, dtype=torch.float64, device=self.device)
+        table = own_row.new_empty(dist.get_world_size(group) * len(row))
+        work = dist.all_gather_into_tensor(table, own_row, group=group, async_op=True)
         assert work is not None, "an asynchronous collective gives a handle"
         return table.view(-1, len(row)), work
 
@@ -225,7 +225,7 @@ def differ(values: Iterable[float]) -> bool:
 
 
 def has_flag(rows: Rows, flag: int) -> bool:
-    """Whether any rank's counts have it."""
+    """Whether any rank's counts have the flag."""
     return any(int(row[3]) & flag for row in rows)
 
 

@@ -35,10 +35,10 @@ class ForwardBackward(Loop):
         following: StepData | None,
     ) -> Tensor:
         """`Strategy.forward_backward`."""
-        own = weighted(micro_batches, weights)
+        batches = weighted(micro_batches, weights)
         with self._abandoning():
-            self._attempt(own, tokens, following)
-            self._keep(self.verdict, own)
+            self._attempt(batches, tokens, following)
+            self._keep(self.verdict, batches)
         return self.verdict.loss
 
     def _attempt(self, micro_batches: Sequence[Weighted], tokens: int = 0, following: StepData | None = None) -> None:
@@ -135,14 +135,14 @@ class ForwardBackward(Loop):
             yield
 
     def first_nonfinite_round(self, micro_batches: Sequence[Weighted]) -> int:
-        """The sum over ranks does not say it, so the step is run again, and each gradient inspected. A strategy may
-        reduce every micro-batch, which spreads a NaN: the ranks that have it first are to blame."""
-        strategy, told, self.exchange.told = self._strategy, self.exchange.told, None
+        """Run the step again, and inspect each gradient, since the sum over ranks does not tell. A strategy that
+        reduces every micro-batch spreads a NaN: the ranks that have it first are to blame."""
+        strategy, announced, self.exchange.announced = self._strategy, self.exchange.announced, None
         strategy.zero_grad()
         strategy.watch.inspects = True
         strategy.watch.look_at_each()
         try:
             self._attempt(micro_batches)
         finally:
-            strategy.watch.inspects, self.exchange.told = False, told
+            strategy.watch.inspects, self.exchange.announced = False, announced
         return strategy.watch.first_nonfinite_round

@@ -67,7 +67,7 @@ class GradientWatch:
         self._arrived.clear()
         self._received: set[int] = set()
         self._in_round: set[int] = set()
-        self._taken: set[int] = set()
+        self._taken_keys: set[int] = set()
         self._number_at: dict[int, int] = {}  # by the address of a parameter's gradient
 
     def begin_round(self, continues: bool = False) -> None:
@@ -76,7 +76,7 @@ class GradientWatch:
         self._round += 1
         self._in_round = set()
         if not continues:
-            self._taken.clear()
+            self._taken_keys.clear()
 
     def look(self, trigger: Tensor | None = None) -> None:
         """Take up the gradients that have come since the last look. `trigger`: the parameter whose hook looks.
@@ -88,9 +88,9 @@ class GradientWatch:
         self._arrived.clear()
         keys = [*map(id, arrived)]
         if self.takes_one:
-            if len(set(keys)) < len(keys) or not self._taken.isdisjoint(keys):
-                raise second_gradient(next(self._names[k] for k in keys if k in self._taken or keys.count(k) > 1))
-            self._taken.update(keys)
+            if len(set(keys)) < len(keys) or not self._taken_keys.isdisjoint(keys):
+                raise second_gradient(next(self._names[k] for k in keys if k in self._taken_keys or keys.count(k) > 1))
+            self._taken_keys.update(keys)
         self._received.update(keys)
         self._in_round.update(keys)
         if (
@@ -129,8 +129,8 @@ class GradientWatch:
         parameters = list(parameters)
         if all(parameter.grad is None for parameter in (*self._parameters, *parameters)):
             return set()
-        each = enumerate(zip(self.received(), self._parameters, parameters, strict=True))
-        return {i for i, (got, leaf, p) in each if not got and not (leaf.grad is None and p.grad is None)}
+        slots = enumerate(zip(self.received(), self._parameters, parameters, strict=True))
+        return {i for i, (got, leaf, p) in slots if not got and not (leaf.grad is None and p.grad is None)}
 
     def explain(self, numbers: Iterable[int]) -> None:
         """The loop itself has set these gradients."""
@@ -152,7 +152,7 @@ class GradientWatch:
         return number
 
 
-def look_of(held: "weakref.ref[GradientWatch]") -> Callable[[Tensor], None]:
+def look_of(reference: "weakref.ref[GradientWatch]") -> Callable[[Tensor], None]:
     """A hook of a parameter.
 
     C++ holds it, where no garbage collector looks. One that held a strategy would keep it and its process groups until
@@ -160,7 +160,7 @@ def look_of(held: "weakref.ref[GradientWatch]") -> Callable[[Tensor], None]:
     """
 
     def run(parameter: Tensor) -> None:
-        watch = held()
+        watch = reference()
         if watch is not None and parameter.grad is not None:  # PyTorch DDP runs it behind what the loss leaves out, too
             watch._arrived.append(parameter)
             watch.look(trigger=parameter)

@@ -78,7 +78,7 @@ class Groups:
 
 def on_mesh(traffic: Iterable[Collective], mesh: Mesh | None) -> list[Collective]:
     """`traffic` with the names of its dimensions on a mesh; without a mesh, of none."""
-    return [replace(one, dimension=dimension_name(one, mesh) if mesh else "") for one in traffic]
+    return [replace(collective, dimension=dimension_name(collective, mesh) if mesh else "") for collective in traffic]
 
 
 def dimension_name(collective: Collective, mesh: Mesh) -> str:
@@ -100,8 +100,8 @@ def dimension_name(collective: Collective, mesh: Mesh) -> str:
 
 # More groups of the same ranks, for collectives that must not wait for each other -------------------------------------
 # Gloo has one connection for each pair of ranks in a group, and sends only what the receiver has announced. With a
-# single group, a rank that is late announces behind its own data, and the two directions take turns. So each rank is
-# the root of a group of its own.
+# single group, a late rank announces after its own data, and the two directions take turns. So each rank is the root of
+# a group of its own.
 
 _device_types_of_gloo: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
@@ -118,8 +118,8 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 _made_of: Counter[str] = Counter()
 
 
-def another_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None, what: str) -> dist.ProcessGroup:
-    """A new group of the same ranks, which these ranks alone make. Collective.
+def another_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None, purpose: str) -> dist.ProcessGroup:
+    """A new group of the same ranks, which only these ranks make. Collective.
 
     `new_group` names such a group after a count of the groups that this process has made. Counts differ where one rank
     has joined a group that another has not, and ranks that look for each other under two names never meet. So the
@@ -131,13 +131,13 @@ def another_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | N
     try:
         ranks = dist.get_process_group_ranks(group)
         of = description(group)
-        made = dist.new_group(
-            ranks, timeout, backend, use_local_synchronization=True, group_desc=f"{of}, {what}" if of else what
+        new = dist.new_group(
+            ranks, timeout, backend, use_local_synchronization=True, group_desc=f"{of}, {purpose}" if of else purpose
         )
     finally:
         c10d._world.group_count = count
-    assert isinstance(made, dist.ProcessGroup), "this rank is a member"
-    return made
+    assert isinstance(new, dist.ProcessGroup), "this rank is a member"
+    return new
 
 
 _groups_of_roots: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()

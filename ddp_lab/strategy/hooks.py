@@ -278,8 +278,8 @@ class Hooks(ABC):
 
     def buffers(self) -> list[Tensor]:
         """Those of all modules, each once. `module.buffers()` would walk the whole tree of modules in every step."""
-        found = (buffer for module in self.modules for buffer in module._buffers.values() if buffer is not None)
-        return list(dict.fromkeys(found))
+        tensors = (buffer for module in self.modules for buffer in module._buffers.values() if buffer is not None)
+        return list(dict.fromkeys(tensors))
 
     def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
         """The ranks that share the work and hold this parameter."""

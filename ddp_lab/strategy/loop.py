@@ -163,9 +163,9 @@ class Loop(Progress, ABC):
             strategy.before_micro_batch()
             yield
             watch.look()
-            if given := watch.unexplained(strategy.trainable.values()) - self._unexplained:
+            if given_gradients := watch.unexplained(strategy.trainable.values()) - self._unexplained:
                 if strategy.reduces_given_gradients:
-                    watch.explain(given)
+                    watch.explain(given_gradients)
                 elif not any(watch.received_in_last_round()):  # else the original has put sums of other ranks there
                     raise given_gradient()
             strategy.after_backward()
@@ -200,8 +200,8 @@ class Loop(Progress, ABC):
         self.verdict = Verdict(sums, loss, strategy.optimizer_steps, scaler.scale if scaler else None)
         # Gradients that no rank has made
         used = self.exchange.used(rows, received)
-        each = zip(strategy.trainable.values(), used, strict=True) if not all(used) else ()
-        strategy.drop_gradients([p for p, is_used in each if not (is_used or p in self._with_gradient)])
+        uses = zip(strategy.trainable.values(), used, strict=True) if not all(used) else ()
+        strategy.drop_gradients([p for p, is_used in uses if not (is_used or p in self._with_gradient)])
         if scaler is not None:
             scaler.unscale_(strategy.gradients())
         self._is_open, self._is_done = False, True

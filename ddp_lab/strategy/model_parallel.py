@@ -43,12 +43,12 @@ class Cut:
     then: "Cut | None" = None
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """What `rank` holds, a new tensor."""
-        own = torch.cat([whole.narrow(self.dim, first, end - first) for first, end in self.ranges[rank]], self.dim)
-        return self.then.part(own, rank) if self.then else own
+        """The part of `rank`, a new tensor."""
+        pieces = torch.cat([whole.narrow(self.dim, first, end - first) for first, end in self.ranges[rank]], self.dim)
+        return self.then.part(pieces, rank) if self.then else pieces
 
     def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
-        """Write what `rank` holds into its place in the whole tensor."""
+        """Write the part of `rank` into its place in the whole tensor."""
         lengths = [end - first for first, end in self.ranges[rank]]
         for (first, end), piece in zip(self.ranges[rank], part.split(lengths, self.dim), strict=True):
             place = whole.narrow(self.dim, first, end - first)
@@ -63,29 +63,29 @@ class Cut:
         return tuple(shape)
 
     def part_shape(self, part: Tensor, rank: int) -> tuple[int, ...]:
-        """The shape of what `rank` holds. `part`: what any rank holds."""
+        """The shape of the part of `rank`. `part`: any rank's."""
         shape = list(self.then.part_shape(part, rank) if self.then else part.shape)
         shape[self.dim] = sum(end - first for first, end in self.ranges[rank])
         return tuple(shape)
 
     def is_owner(self, rank: int) -> bool:
-        """Whether no rank before holds the same."""
+        """Whether no earlier rank holds the same part."""
         return self.owner(rank) == rank
 
     def owner(self, rank: int) -> int:
-        """The first rank that holds what `rank` does."""
-        return next(other for other in range(rank + 1) if self.held_by(other) == self.held_by(rank))
+        """The first rank that holds the same part as `rank`."""
+        return next(first for first in range(rank + 1) if self.held_by(first) == self.held_by(rank))
 
     def held_by(self, rank: int) -> tuple[Ranges, ...]:
-        """Its ranges along each dimension that is cut."""
+        """The ranges of `rank` along each dimension that is cut."""
         return (self.ranges[rank], *(self.then.held_by(rank) if self.then else ()))
 
 
 class Pipeline(Protocol):
-    """Who decides in which order micro-batches run, where ranks hold different layers (`pipeline_parallel`)."""
+    """Runs micro-batches where ranks hold different layers, in an order of its own (`pipeline_parallel`)."""
 
     def begin(self, module: nn.Module) -> None:
-        """Runs when a strategy is built over `module`, behind all others that change `forward` of its blocks."""
+        """Runs when a strategy is built over `module`, after all others that change `forward` of its blocks."""
 
     def step(
         self,
@@ -175,11 +175,13 @@ class ModelParallel:
     balance: "Balance | None" = None
 
     def expected_traffic(self, micro_batches: int) -> list[Collective]:
-        """What ranks of all these dimensions send to each other."""
+        """The traffic along all these dimensions."""
         by_dimension = {TENSOR: self.traffic(micro_batches), CONTEXT: self.context_traffic(micro_batches)}
         messages = self.pipeline.expected_traffic(micro_batches) if self.pipeline else []
         return [
-            replace(one, dimension=one.dimension or name) for name, all_of in by_dimension.items() for one in all_of
+            replace(collective, dimension=collective.dimension or name)
+            for name, all_of in by_dimension.items()
+            for collective in all_of
         ] + messages
 
     @property
@@ -212,22 +214,22 @@ class ModelParallel:
         )
         return shapes | {alias: shapes[name] for alias, name in self.aliases.items()}
 
-    def of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:
-        """By name, what a rank says of its parameters or buffers, and what other stages say of theirs. Collective."""
-        return own if self.pipeline is None else dict(ChainMap(*reversed(self._told_by_all(own))))
+    def of_all_stages(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """The `entries` of all stages' parameters or buffers, by name. Collective."""
+        return entries if self.pipeline is None else dict(ChainMap(*reversed(self._all_gather(entries))))
 
-    def _own_shape(self, name: str, own: Tensor) -> tuple[int, ...]:
+    def _own_shape(self, name: str, part: Tensor) -> tuple[int, ...]:
         """Torch's own classes give the whole shape of what is cut, too."""
         cut = self.cuts.get(name)
-        return cut.part_shape(own, self.rank_in(cut)) if cut else tuple(own.shape)
+        return cut.part_shape(part, self.rank_in(cut)) if cut else tuple(part.shape)
 
     def _whole_shape(self, name: str, part: Tensor) -> tuple[int, ...]:
         return self.cuts[name].whole_shape(part) if name in self.cuts else tuple(part.shape)
 
-    def _told_by_all(self, own: Any) -> list[Any]:
-        told: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, own, self.group)
-        return told
+    def _all_gather(self, entry: Any) -> list[Any]:
+        entries: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(entries, entry, self.group)
+        return entries
 
     def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors on rank 0 of `group`, nothing elsewhere. Collective.
@@ -237,7 +239,7 @@ class ModelParallel:
         """
         rank = dist.get_rank(self.group)
         sent = {name: part.contiguous() for name, part in parts.items() if rank and self._is_sent(name, rank)}
-        forms = self._told_by_all({name: (tuple(part.shape), part.dtype) for name, part in sent.items()})
+        forms = self._all_gather({name: (tuple(part.shape), part.dtype) for name, part in sent.items()})
         for part in sent.values():
             dist.send(part, group=self.group, group_dst=0)
         if rank != 0:
@@ -253,7 +255,7 @@ class ModelParallel:
         return wholes
 
     def _put(self, wholes: dict[str, Tensor], name: str, part: Tensor, rank: int) -> None:
-        """Add what `rank` of `group` holds."""
+        """Add the part of `rank` of `group`."""
         if name not in self.cuts:
             wholes.setdefault(name, part)
             return
@@ -262,19 +264,19 @@ class ModelParallel:
         self.cuts[name].put(wholes[name], part, rank % len(self.cuts[name].ranges))
 
     def _is_sent(self, name: str, rank: int) -> bool:
-        """Whether `rank` of `group` has something of a parameter or a buffer that none before has."""
+        """Whether `rank` of `group` has elements of a parameter or a buffer that no earlier rank has."""
         cut = self.cuts.get(name)
         if self.copies:
             return rank < (len(cut.ranges) if cut else 1)
         return cut is not None or self.tensor_rank == 0
 
     def scattered(self, wholes: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-        """What each rank holds of rank 0's `wholes`, on CPU in their dtypes; the others' are not read. Collective."""
+        """This rank's parts of rank 0's `wholes`, on CPU in their dtypes. Other ranks' are not read. Collective."""
         rank = dist.get_rank(self.group)
-        shapes = {name: self._own_shape(name, own) for name, own in module.state_dict(keep_vars=True).items()}
-        told = self._told_by_all((shapes, {name: whole.dtype for name, whole in wholes.items()} if rank == 0 else {}))
+        shapes = {name: self._own_shape(name, tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+        entries = self._all_gather((shapes, {name: whole.dtype for name, whole in wholes.items()} if rank == 0 else {}))
         parts: dict[str, Tensor] = {}
-        for receiver, (of_receiver, _) in enumerate(told) if rank == 0 else ():
+        for receiver, (of_receiver, _) in enumerate(entries) if rank == 0 else ():
             for name in of_receiver:
                 cut, whole = self.cuts.get(name), wholes[name].cpu()
                 part = (cut.part(whole, receiver % len(cut.ranges)) if cut else whole).contiguous()
@@ -284,6 +286,6 @@ class ModelParallel:
                     dist.send(part, group=self.group, group_dst=receiver)
         if rank != 0:
             for name, shape in shapes.items():
-                parts[name] = torch.empty(shape, dtype=told[0][1][name], device="cpu")
+                parts[name] = torch.empty(shape, dtype=entries[0][1][name], device="cpu")
                 dist.recv(parts[name], group=self.group, group_src=0)
         return parts

@@ -98,11 +98,11 @@ def refuse_new_parameters(strategy: Any) -> None:
         _names[part] = name, weakref.ref(strategy)
 
 
-def _on_registration(module: nn.Module, name: str, given: nn.Module | nn.Parameter | None) -> None:
+def _on_registration(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
     path, holder = _names.get(module, ("", lambda: None))
-    if given is None or (strategy := holder()) is None:
+    if value is None or (strategy := holder()) is None:
         return
-    new = given.parameters() if isinstance(given, nn.Module) else [given]
+    new = value.parameters() if isinstance(value, nn.Module) else [value]
     if not {*new} <= {*strategy.trainable.values(), *strategy.frozen.values()}:
         raise UnsupportedError(
             f"{path}.{name}".removeprefix(".") + " has parameters that came into the module after the strategy was "
@@ -168,13 +168,13 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors in a tree of containers: those that torch knows, dataclasses, and `SimpleNamespace`."""
     if isinstance(tree, Tensor):
         return [tree]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif has_fields(leaf):
-            found += tensors_in(vars(leaf))
-    return found
+            tensors += tensors_in(vars(leaf))
+    return tensors
 
 
 def has_fields(leaf: Any) -> bool:

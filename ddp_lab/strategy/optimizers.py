@@ -25,10 +25,10 @@ def checked(make_optimizer: MakeOptimizer) -> MakeOptimizer:
             "lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
         )
 
-    def make(given: Any) -> torch.optim.Optimizer:
-        optimizer = make_optimizer(given)
-        known = set(_ids(given))
-        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(parameters)
+        ids = set(_ids(parameters))
+        if any(id(parameter) not in ids for group in optimizer.param_groups for parameter in group["params"]):
             raise UnsupportedError(
                 "make_optimizer has made an optimizer over other parameters than it was given: frozen ones, or those "
                 "of before the strategy; pass it those that it is given"
@@ -38,9 +38,9 @@ def checked(make_optimizer: MakeOptimizer) -> MakeOptimizer:
     return make
 
 
-def _ids(given: Any) -> Iterator[int]:
-    """Of all tensors in `given`: tensors, `(name, tensor)`, or group dicts of these."""
-    for entry in given:
+def _ids(parameters: Any) -> Iterator[int]:
+    """The ids of all tensors in `parameters`: tensors, `(name, tensor)`, or group dicts of these."""
+    for entry in parameters:
         if isinstance(entry, dict):
             yield from _ids([entry["params"]] if isinstance(entry["params"], torch.Tensor) else entry["params"])
         else:
@@ -54,7 +54,7 @@ ELEMENTWISE = {
     torch.optim.SGD, torch.optim.ASGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
     torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop,
 }  # fmt: skip
-"""Those of torch that treat every element by itself, so that parameters may be cut anywhere."""
+"""Torch's optimizers that treat every element by itself, so that parameters may be cut anywhere."""
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer, is_vouched_for: bool) -> torch.optim.Optimizer:
@@ -94,11 +94,11 @@ def hand_over(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Par
     """
     groups = []
     for group in optimizer.param_groups:
-        kept = [index for index, parameter in enumerate(group["params"]) if parameter in parts]
-        own: dict[str, Any] = {
-            name: [group[name][index] for index in kept] for name in ("params", "param_names") if name in group
+        indices = [index for index, parameter in enumerate(group["params"]) if parameter in parts]
+        entries: dict[str, Any] = {
+            name: [group[name][index] for index in indices] for name in ("params", "param_names") if name in group
         }
-        groups.append({**group, **own, "params": [parts[parameter].tensor for parameter in own["params"]]})
+        groups.append({**group, **entries, "params": [parts[parameter].tensor for parameter in entries["params"]]})
     optimizer.param_groups[:] = groups
     states = list(optimizer.state.items())
     optimizer.state.clear()
@@ -115,9 +115,9 @@ def hand_over(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Par
     return optimizer
 
 
-def copy_attributes(parameter: Tensor, other: Tensor) -> None:
-    """Those that the user has set, such as a learning rate of its own."""
-    vars(other).update({**vars(parameter), **vars(other)})
+def copy_attributes(parameter: Tensor, target: Tensor) -> None:
+    """Copy the attributes that the user has set, such as a learning rate of its own."""
+    vars(target).update({**vars(parameter), **vars(target)})
 
 
 def require_values(parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
@@ -134,12 +134,12 @@ def require_values(parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
 
 
 def _own_state(name: str, value: Any, parameter: nn.Parameter, part: Part) -> Any:
-    """What `part` has of a state that was made for the whole parameter."""
+    """The part of a state that was made for the whole parameter."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
         return value
-    own = value.reshape(-1)[part.start : part.start + part.tensor.numel()]
+    values = value.reshape(-1)[part.start : part.start + part.tensor.numel()]
     dtype = part.tensor.dtype if value.dtype == parameter.dtype else value.dtype
-    return own.to(part.tensor.device, dtype, copy=True).view(part.tensor.shape)
+    return values.to(part.tensor.device, dtype, copy=True).view(part.tensor.shape)
 
 
 def require_given_up(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -159,13 +159,13 @@ def require_given_up(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
 
 def _reachable(root: object) -> Iterator[object]:
     """All objects that `root` holds, directly or through others: not what modules and classes hold, or tensors."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     pending = [root]
     while pending:
         item = pending.pop()
-        if id(item) in seen or isinstance(item, type | ModuleType):
+        if id(item) in visited or isinstance(item, type | ModuleType):
             continue
-        seen.add(id(item))
+        visited.add(id(item))
         yield item
         if isinstance(item, FunctionType):  # without its globals
             pending += [item.__closure__, item.__defaults__, item.__kwdefaults__]

@@ -130,14 +130,14 @@ class CheckpointedForward:
 
 @contextmanager
 def second_pass(block: nn.Module, with_results: AbstractContextManager[Any]) -> Iterator[None]:
-    """Within this context the block may change its buffers (BatchNorm: its statistics). Afterwards they are as the
-    first pass left them. `with_results`: of the first pass, that stay."""
-    kept = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    """A context in which the block may change its buffers (BatchNorm: its statistics). Afterwards they are as the first
+    pass left them. `with_results`: keeps results of the first pass."""
+    copies = [(buffer, buffer.clone()) for buffer in block.buffers()]
     try:
         with with_results:
             yield
     finally:
-        for buffer, before in kept:
+        for buffer, before in copies:
             buffer.data.copy_(before)  # `.data`: autograd may have saved the buffer, and would refuse a changed one
 
 

@@ -44,8 +44,8 @@ class Registry:
     ) -> None:
         self.on_legacy_nccl, self._not_swept = on_legacy_nccl, not_swept
         self._parallelize = dict(parallelize or {})
-        needed = (extras or {}).items()
-        self.missing = {name: f"uv sync --extra {extra}" for name, extra in needed if find_spec(extra) is None}
+        extra_of = (extras or {}).items()
+        self.missing = {name: f"uv sync --extra {extra}" for name, extra in extra_of if find_spec(extra) is None}
         self._locations = {name: location for name, (location, _) in entries.items()}
         self.sentences = {
             name: sentence + (f" (not installed: {self.missing[name]})" if name in self.missing else "")
@@ -54,20 +54,20 @@ class Registry:
         self.names = tuple(name for name in entries if name not in self.missing)
 
     def __or__(self, other: "Registry") -> "Registry":
-        """The strategies of both. A name of both is `self`'s, but `other` may say how it cuts a model."""
-        both = Registry({}, on_legacy_nccl=(*self.on_legacy_nccl, *other.on_legacy_nccl))
-        both._not_swept = (*self._not_swept, *other._not_swept)
-        both.names = tuple(dict.fromkeys((*self.names, *other.names)))
-        both.sentences = self.sentences | {n: s for n, s in other.sentences.items() if n not in self.sentences}
-        both.missing = other.missing | self.missing
-        both._locations = other._locations | self._locations
-        both._parallelize = {
+        """The strategies of both. A name in both is `self`'s, but `other` may say how it cuts a model."""
+        joined = Registry({}, on_legacy_nccl=(*self.on_legacy_nccl, *other.on_legacy_nccl))
+        joined._not_swept = (*self._not_swept, *other._not_swept)
+        joined.names = tuple(dict.fromkeys((*self.names, *other.names)))
+        joined.sentences = self.sentences | {n: s for n, s in other.sentences.items() if n not in self.sentences}
+        joined.missing = other.missing | self.missing
+        joined._locations = other._locations | self._locations
+        joined._parallelize = {
             name: of._parallelize.get(name, of._parallelize[""])
             for of in (self, other)
             for name in of.sentences
             if name in of._parallelize or "" in of._parallelize
         }
-        return both
+        return joined
 
     @property
     def swept(self) -> list[str]:

@@ -36,8 +36,8 @@ class ReplicatedStrategy(Strategy):
 
     def broadcast(self) -> None:
         """Overwrite parameters and buffers with those of the first rank that holds them."""
-        for group, held in self.by_group([*self.module.parameters(), *self.module.buffers()]):
-            broadcast_from_rank0(held, group)
+        for group, tensors in self.by_group([*self.module.parameters(), *self.module.buffers()]):
+            broadcast_from_rank0(tensors, group)
 
     def make_compression(self) -> None:
         """With `options.compress`, or in bf16, gradients are compressed and averaged."""
@@ -84,15 +84,15 @@ class ReplicatedStrategy(Strategy):
         return super().expected_clipping_traffic() if self.model_parallel else []
 
     def full_gradients(self) -> dict[str, Tensor]:
-        found = ((name, p.grad) for name, p in self.trainable.items() if p.grad is not None)
-        return self.of_whole_model({name: gradient.detach().cpu().clone() for name, gradient in found})
+        gradients = ((name, p.grad) for name, p in self.trainable.items() if p.grad is not None)
+        return self.of_whole_model({name: gradient.detach().cpu().clone() for name, gradient in gradients})
 
     def gradient_share(self) -> Iterator[Tensor]:
-        for group, held in self.by_group(p for p in self.trainable.values() if p.grad is not None):
-            lengths = [parameter.numel() for parameter in held]
+        for group, parameters in self.by_group(p for p in self.trainable.values() if p.grad is not None):
+            lengths = [parameter.numel() for parameter in parameters]
             for index, start, end in share(lengths, dist.get_rank(group), dist.get_world_size(group)):
-                gradient = held[index].grad
-                if gradient is not None and self.speaks_for(held[index]):
+                gradient = parameters[index].grad
+                if gradient is not None and self.speaks_for(parameters[index]):
                     yield gradient if end - start == lengths[index] else gradient.reshape(-1)[start:end]
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -226,10 +226,11 @@ class Strategy(Hooks):
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """Bytes by component that this rank should hold after a step, padding and step counters left out."""
         experts = ModelSize.of_parameters(self.of_experts)
-        rest = ModelSize(*(whole - part for whole, part in zip(astuple(size), astuple(experts), strict=True)))
+        other_size = ModelSize(*(whole - part for whole, part in zip(astuple(size), astuple(experts), strict=True)))
         of_experts = expected_state_bytes(experts, dist.get_world_size(self.groups.copies), self.shards)
         return {
-            n: of_experts[n] + b for n, b in expected_state_bytes(rest, self.groups.shard_size, self.shards).items()
+            n: of_experts[n] + b
+            for n, b in expected_state_bytes(other_size, self.groups.shard_size, self.shards).items()
         }
 
     def host_bytes(self) -> int:

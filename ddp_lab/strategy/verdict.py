@@ -138,10 +138,10 @@ def nonfinite_error(
         first_nonfinite_round: `Loop.first_nonfinite_round`.
         hint: What else may be the cause.
     """
-    what, scale = verdict.nonfinite, verdict.loss_scale
+    quantity, scale = verdict.nonfinite, verdict.loss_scale
     # The ranks on which it was not finite first
     culprits: Sequence[int] = ()
-    if what == "the loss":
+    if quantity == "the loss":
         culprits = [rank for rank, loss in enumerate(gather(verdict.own_loss)) if not math.isfinite(loss)]
     elif micro_batches is not None:
         rounds = gather(first_nonfinite_round(micro_batches))
@@ -163,7 +163,7 @@ def nonfinite_error(
     if scale is not None:
         advice = f"so it stays at every loss scale, which has fallen to {scale:g}; {advice}"
     error = NonFiniteError(
-        f"step {verdict.step}: {what} is not finite {where}; no parameter is updated yet; {advice}{hint}"
+        f"step {verdict.step}: {quantity} is not finite {where}; no parameter is updated yet; {advice}{hint}"
     )
     error.rank = culprits[0] if culprits else None
     return error

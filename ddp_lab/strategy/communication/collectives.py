@@ -65,15 +65,15 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, averag
     rank, size = group.rank(), group.size()
     roots = groups_of_roots(group, full.device)
     parts = list(full.chunk(size))
-    own, others = parts[rank], [root for root in range(size) if root != rank]
-    received = {root: torch.empty_like(own) for root in others}
-    in_place = shard.data_ptr() == own.data_ptr()
-    if others and not in_place:
-        received[others[0]] = shard  # where the sum will be, so that one tensor less is made and written
+    own_part, other_ranks = parts[rank], [root for root in range(size) if root != rank]
+    received = {root: torch.empty_like(own_part) for root in other_ranks}
+    in_place = shard.data_ptr() == own_part.data_ptr()
+    if other_ranks and not in_place:
+        received[other_ranks[0]] = shard  # where the sum will be, so that one tensor less is made and written
     with RecordFunction(composed("reduce_scatter", "scatter", size)):
         works = [
             dist.scatter(
-                received.get(root, own),
+                received.get(root, own_part),
                 parts if root == rank else None,
                 group=roots[root],
                 group_src=root,
@@ -84,7 +84,7 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, averag
 
     def add_up() -> None:
         if not in_place:
-            shard.add_(own) if others else shard.copy_(own)
+            shard.add_(own_part) if other_ranks else shard.copy_(own_part)
         for part in received.values():
             if part is not shard:
                 shard.add_(part)
@@ -95,24 +95,26 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, averag
     return Pending(works, add_up)
 
 
-def all_gather(full: Tensor, group: dist.ProcessGroup, own: Tensor | None = None) -> Pending:
+def all_gather(full: Tensor, group: dist.ProcessGroup, shard: Tensor | None = None) -> Pending:
     """Start to fill `full` with all ranks' shards.
 
     Args:
-        own: This rank's, of any dtype and device. Default: it is in its place already.
+        shard: This rank's, of any dtype and device. Default: it is in its place in `full` already.
     """
     parts, over_gloo = full.chunk(group.size()), is_gloo(group, full.device)
     place = parts[group.rank()]
-    if own is not None and (over_gloo or own.dtype != full.dtype or own.device != full.device):
-        place.copy_(own, non_blocking=True)
-        own = None
+    if shard is not None and (over_gloo or shard.dtype != full.dtype or shard.device != full.device):
+        place.copy_(shard, non_blocking=True)
+        shard = None
     if not over_gloo:
-        sent = place if own is None else own
+        sent = place if shard is None else shard
         work = dist.all_gather_into_tensor(full, sent, group=group, async_op=True)
         return Pending([work], tensors=[full, sent])
     roots = enumerate(groups_of_roots(group, full.device))
     with RecordFunction(composed("all_gather", "broadcast", group.size())):
-        return Pending([dist.broadcast(parts[root], group=made, group_src=root, async_op=True) for root, made in roots])
+        return Pending(
+            [dist.broadcast(parts[root], group=root_group, group_src=root, async_op=True) for root, root_group in roots]
+        )
 
 
 def expected_reduce_scatters(payloads: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Collective:

@@ -115,13 +115,13 @@ class Int8AllReduce:
 
     def wait(self) -> None:
         """Put the average into the gradient. Once, and in the same order on all ranks."""
-        for one in self._started:
-            one._begin_gather()
+        for started in self._started:
+            started._begin_gather()
         self._started.clear()
         self._wait_for_work()
         averages = dequantize(self._received).view(-1)[: self._gradient.numel()]
         self._gradient.copy_(averages.view_as(self._gradient))
-        del self._work, self._sent, self._received  # whoever keeps this handle keeps no memory
+        del self._work, self._sent, self._received  # a kept handle keeps no memory
 
     def _wait_for_work(self) -> None:
         assert self._work is not None, "an asynchronous collective gives a handle"

@@ -48,18 +48,18 @@ class LossScaler:
         return cls(options, next(module.parameters()).device)
 
     def inverse(self) -> Tensor:
-        """What turns gradients of this step's backward into those of the loss: an fp64 scalar on the device."""
+        """The factor from gradients of this step's backward to those of the loss: an fp64 scalar on the device."""
         return self.times / self.scale.double()
 
     def unscale_(self, gradients: Iterable[Tensor]) -> None:
-        """Divide them, which are all on the device, or all on the host."""
-        if found := list(gradients):
-            torch._foreach_mul_(found, self.inverse().float().to(found[0].device))
+        """Divide gradients that are all on the device, or all on the host."""
+        if tensors := list(gradients):
+            torch._foreach_mul_(tensors, self.inverse().float().to(tensors[0].device))
 
     def update(self, found_inf: Tensor) -> None:
         """The step is over. `found_inf`: 1.0 if it was skipped, else 0.0 (`Verdict.found_inf`)."""
         torch._amp_update_scale_(self.scale, self.growth_tracker, found_inf, GROWTH, BACKOFF, self._interval)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, by name."""
+        """The tensors for a checkpoint, by name."""
         return {"scale": self.scale, "growth_tracker": self.growth_tracker}

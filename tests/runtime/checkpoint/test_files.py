@@ -56,7 +56,7 @@ CUTS = st.lists(st.integers(0, 60), max_size=12)
 def test_any_cut_into_ranges_is_put_together_by_any_other(lengths, size, written, read, order):
     """And ranks share each element once."""
     parts = [share(lengths, rank, size) for rank in range(size)]
-    elements = [(part.which, element) for own in parts for part in own for element in range(part.start, part.end)]
+    elements = [(part.number, element) for own in parts for part in own for element in range(part.start, part.end)]
     assert elements == [(which, element) for which, length in enumerate(lengths) for element in range(length)]
     counts = [sum(part.end - part.start for part in own) for own in parts]
     assert max(counts) - min(counts) <= 1
