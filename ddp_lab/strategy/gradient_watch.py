@@ -161,7 +161,7 @@ def look_of(reference: "weakref.ref[GradientWatch]") -> Callable[[Tensor], None]
 
     def run(parameter: Tensor) -> None:
         watch = reference()
-        if watch is not None and parameter.grad is not None:  # PyTorch DDP runs it behind what the loss leaves out, too
+        if watch is not None and parameter.grad is not None:  # PyTorch DDP also runs it for what the loss leaves out
             watch._arrived.append(parameter)
             watch.look(trigger=parameter)
 

@@ -135,7 +135,7 @@ def references(tensor: Tensor) -> int:
 
 
 def is_own(gradient: Tensor | None) -> bool:
-    """Whether a gradient fills its memory, one element behind the other, and nothing else is there. Otherwise it must
+    """Whether a gradient fills its memory, one element after the other, and nothing else is there. Otherwise it must
     not be changed in place: where an operator hands on what it was given, gradients are views of one tensor."""
     if gradient is None or gradient.requires_grad or not gradient.is_contiguous():
         return False

@@ -12,7 +12,7 @@ from ddp_lab.strategy.batches import Weighted, first_bad_sample
 
 
 class ReadLater:
-    """A tensor of the device that the host will want to know. On CUDA it is copied to pinned memory, behind what is
+    """A tensor of the device that the host will want to know. On CUDA it is copied to pinned memory, after what is
     queued now."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,7 +1,7 @@
 """ZeRO-3 in a stage of a pipeline: parameters are whole for a step, and sharded between steps.
 
 A schedule runs many forward and backward passes of one stage in an order of its own. To gather a unit for each of them
-would send all parameters twice a micro-batch, and the stage behind would wait for it. So a stage is gathered once a
+would send all parameters twice a micro-batch, and the next stage would wait for it. So a stage is gathered once a
 step, before its first forward pass, and freed after its last backward pass. In between it is ZeRO-2, whose gradients
 are reduced once.
 

@@ -137,7 +137,7 @@ def next_message(owed: Tensor) -> Tensor:
 
 
 def quantize(blocks: Tensor) -> Tensor:
-    """Blocks as they are sent: int8 values and behind them the bytes of their scale.
+    """Blocks as they are sent: int8 values followed by the bytes of their scale.
 
     A block with a NaN or an infinity gets a scale like it, so that none of it is finite when it arrives.
 
