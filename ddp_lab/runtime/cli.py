@@ -32,15 +32,15 @@ class OneLineParser(argparse.ArgumentParser):
             self.register("type", kind, ascii_number(kind))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = super().parse_known_args(args, namespace)
+        options, remaining = super().parse_known_args(args, namespace)
         for action in self._actions:
-            value = getattr(found, action.dest, None)
+            value = getattr(options, action.dest, None)
             for text in value if isinstance(value, list) else [value]:
                 is_name = isinstance(text, str | Path) and action.dest not in TEXTS
                 if is_name and any(unicodedata.category(character) in UNFIT for character in str(text)):
                     name = action.option_strings[0] if action.option_strings else action.dest
                     self.error(f"{name} {str(text)!r}: must be UTF-8, without line breaks or control characters")
-        return found, rest
+        return options, remaining
 
     def error(self, message: str) -> NoReturn:
         exit_with_error(message + f" (see {self.prog} --help)")
@@ -67,21 +67,21 @@ def versions() -> str:
     return f"ddp-lab {version('ddp-lab')}, torch {version('torch')}"
 
 
-def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+def unknown_name(what: str, name: str, names: Iterable[str]) -> str:
     """An error message for a name that is not in `known`, with the nearest names that are."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    names = list(names)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
     return f"unknown {what} '{name}'; {hint}"
 
 
-def names_of(kind: str, known: Sequence[str]) -> Callable[[str], list[str]]:
+def names_of(kind: str, names: Sequence[str]) -> Callable[[str], list[str]]:
     """A type of a flag: names with commas between."""
 
     def parse_names(text: str) -> list[str]:
         for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(unknown_name(kind, name, known))
+            if name not in names:
+                raise argparse.ArgumentTypeError(unknown_name(kind, name, names))
         return text.split(",")
 
     return parse_names

@@ -62,7 +62,7 @@ class RunConfig(
 
     @property
     def label(self) -> str:
-        """Names the run's folders: the choice, with its mesh and `nccl-legacy` behind, so that these never mix:
+        """Names the run's folders: the choice, followed by its mesh and `nccl-legacy`, so that these never mix:
         `zero2@dp2-tp2`, `tp@pp2-interleaved4`."""
         mesh = Mesh.parse(self.mesh).label if self.mesh else None
         if mesh and self.pipeline_schedule != ONE_F_ONE_B:
@@ -100,5 +100,5 @@ def split_label(label: str) -> tuple[str, str | None]:
 
 
 def mesh_setting(label: str) -> str:
-    """The mesh in a label, perhaps with `SEQUENCE_PARALLEL` behind it; empty if there is none."""
+    """The mesh in a label, perhaps followed by `SEQUENCE_PARALLEL`; empty if there is none."""
     return next((setting for setting in label.split("@")[1:] if setting != LEGACY_NCCL), "")

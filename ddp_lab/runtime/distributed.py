@@ -148,7 +148,7 @@ def require_own_gpus(gpus: Sequence[str]) -> None:
         UserError: names the ranks.
     """
     for gpu in gpus:
-        ranks = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
+        ranks = [str(rank) for rank, rank_gpu in enumerate(gpus) if rank_gpu == gpu]
         if len(ranks) > 1:
             raise UserError(
                 f"ranks {', '.join(ranks)} see only one GPU, the same ({gpu}), and NCCL takes one rank a GPU; start "
@@ -185,8 +185,10 @@ def joined(config: RunConfig) -> Ranks:
         in_turns = f" ({turns}; {share_gpu.COST_OF_TURNS})" if turns else ""
         print(f"{sharing}{in_turns}: {SHARED_GPU}", flush=True)
     elif rank == 0 and config.share_gpu:
-        own = "each rank has a GPU of its own" if device.type == "cuda" else "no GPU here; ranks share the CPU anyway"
-        print(f"--share-gpu: {own}", flush=True)
+        reason = (
+            "each rank has a GPU of its own" if device.type == "cuda" else "no GPU here; ranks share the CPU anyway"
+        )
+        print(f"--share-gpu: {reason}", flush=True)
     return Ranks(rank, size, device, backend, gpu_sharing=sharing)
 
 

@@ -160,6 +160,6 @@ def require_folder(config: RunConfig) -> None:
         UserError: it may not.
     """
     folder = Path(config.output_dir).expanduser().absolute()
-    above = next(one for one in (folder, *folder.parents) if one.exists())
+    above = next(path for path in (folder, *folder.parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise UserError(f"--output-dir {config.output_dir}: cannot write to {above}")

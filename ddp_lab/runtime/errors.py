@@ -36,14 +36,14 @@ class UserError(AgreedError):
     """
 
 
-def require(holds: bool, flag: str, value: object, wanted: str) -> None:
+def require(holds: bool, flag: str, value: object, requirement: str) -> None:
     """Check a setting.
 
     Raises:
         UserError: it does not hold. Says which flag has which value, and what it must be.
     """
     if not holds:
-        raise UserError(f"{flag} {value}".rstrip() + f": must be {wanted}")
+        raise UserError(f"{flag} {value}".rstrip() + f": must be {requirement}")
 
 
 class UnsupportedError(UserError, ValueError):
@@ -138,17 +138,17 @@ def leave_as_one(line: str, code: int, fails: bool) -> None:
         return
     if fails:
         tell_torchrun(line)
-    own, deadline = Path(path), time.monotonic() + LEAVE_S
-    others = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+    own_file, deadline = Path(path), time.monotonic() + LEAVE_S
+    other_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
     sys.stdout.flush()
     sys.stderr.flush()
     if not fails:
         with suppress(OSError):
-            own.with_name("left").touch()
+            own_file.with_name("left").touch()
     while time.monotonic() < deadline:
-        if fails and len(list(own.parent.parent.glob("*/left"))) >= others:
+        if fails and len(list(own_file.parent.parent.glob("*/left"))) >= other_ranks:
             break
-        if not fails and any(file != own for file in own.parent.parent.glob(f"*/{own.name}")):
+        if not fails and any(file != own_file for file in own_file.parent.parent.glob(f"*/{own_file.name}")):
             os._exit(0)
         time.sleep(0.02)
     tell_torchrun(line)

@@ -110,7 +110,7 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", default: Any, aliases
         opposite = flag.replace("--no-", "--") if flag.startswith("--no-") else flag.replace("--", "--no-", 1)
         group.add_argument(flag, opposite, dest=field.name, action=_Switch, default=False, help=about["help"])
         return
-    known = "{" + ",".join(about["choices"]) + "}" if about["choices"] else None
+    choices = "{" + ",".join(about["choices"]) + "}" if about["choices"] else None
     read = argument(about["normal"]) if about["normal"] else kind_of(field)
     group.add_argument(
         flag,
@@ -119,7 +119,7 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", default: Any, aliases
         type=read,
         default=default,
         required=field.name == "choice",
-        metavar=about["metavar"] or known or METAVARS.get(read, "TEXT"),
+        metavar=about["metavar"] or choices or METAVARS.get(read, "TEXT"),
         **({} if about["alone"] is None else {"nargs": "?", "const": about["alone"]}),
         help=about["help"] + (f" (default: {default})" if default not in (None, "") else ""),
     )
@@ -154,8 +154,8 @@ def with_config_file(arguments: Sequence[str], ignored: Collection[str] = ()) ->
     """
     finder = OneLineParser(add_help=False)
     finder.add_argument("--config", type=Path)
-    options, rest = finder.parse_known_args(arguments)
-    return rest if options.config is None else [*_flags_in(options.config, ignored), *rest]
+    options, remaining = finder.parse_known_args(arguments)
+    return remaining if options.config is None else [*_flags_in(options.config, ignored), *remaining]
 
 
 def _flags_in(path: Path, ignored: Collection[str]) -> list[str]:

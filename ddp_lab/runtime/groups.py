@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 
 def description(group: dist.ProcessGroup) -> str:
     """What `group` is for: its dimension of a mesh, or what its maker says; empty if nobody has said it."""
-    found = group.group_desc
-    return "" if found in ("default_pg", "undefined") else found.removeprefix("mesh_")
+    name = group.group_desc
+    return "" if name in ("default_pg", "undefined") else name.removeprefix("mesh_")
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
@@ -55,10 +55,10 @@ def told_through(store: dist.Store, key: str, rank: int, size: int, text: str) -
     Rank 0, whose process may have the store and end next, returns when all ranks have read it.
     """
     store.set(f"{key}/{rank}", text)
-    texts = [told.decode() for told in store.multi_get([f"{key}/{other}" for other in range(size)])]
+    texts = [value.decode() for value in store.multi_get([f"{key}/{member}" for member in range(size)])]
     store.set(f"{key}/{rank}/read", "")
     if rank == 0:
-        store.wait([f"{key}/{other}/read" for other in range(size)])
+        store.wait([f"{key}/{member}/read" for member in range(size)])
     return texts
 
 
@@ -69,16 +69,16 @@ def from_rank0(make: Callable[[], Result]) -> Result:
         UserError: on every rank, if `make` failed on rank 0; rank 0 itself raises what `make` raised.
     """
     answer: list[tuple[Result | None, str | None]] = [(None, None)]
-    own: Exception | None = None
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             answer = [(make(), None)]
         except Exception as error:  # whatever it is, the others must not wait for it
-            own, answer = error, [(None, words_of(error))]
+            failure, answer = error, [(None, words_of(error))]
     dist.broadcast_object_list(answer, src=0)
     result, problem = answer[0]
     if problem is not None:
-        raise own or UserError(problem)
+        raise failure or UserError(problem)
     return result  # type: ignore[return-value]
 
 
@@ -89,19 +89,21 @@ def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = 
         UserError: on every rank, if `make` failed on any; names the first such rank if it is not rank 0. A rank on
             which `make` raised anything but a UserError raises that.
     """
-    result, own = None, None
+    result, failure = None, None
     try:
         result = make()
     except Exception as error:  # whatever it is, the others must not wait for it
-        own = error
+        failure = error
     problems: list[tuple[str, str | None] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, None if own is None else (words_of(own), getattr(own, "traceback", None)), group)
-    if own is not None and not isinstance(own, UserError):
-        raise own
-    for rank, found in enumerate(problems):
-        if found is not None:
-            problem = UserError(found[0] if rank == 0 else f"rank {rank}: {found[0]}")
-            problem.traceback = found[1]
+    dist.all_gather_object(
+        problems, None if failure is None else (words_of(failure), getattr(failure, "traceback", None)), group
+    )
+    if failure is not None and not isinstance(failure, UserError):
+        raise failure
+    for rank, rank_problem in enumerate(problems):
+        if rank_problem is not None:
+            problem = UserError(rank_problem[0] if rank == 0 else f"rank {rank}: {rank_problem[0]}")
+            problem.traceback = rank_problem[1]
             raise problem
     return result  # type: ignore[return-value]
 

@@ -74,7 +74,7 @@ class TrainingResult:
     @classmethod
     def resumed(cls, loss: list[float | None], samples: list[int]) -> "TrainingResult":
         """What a checkpoint knows of the steps before it."""
-        lists: dict[str, Any] = {one.name: [None] * len(loss) for one in fields(cls)}
+        lists: dict[str, Any] = {column.name: [None] * len(loss) for column in fields(cls)}
         return cls(**lists | {"loss": loss, "samples": samples})
 
     def add(self, samples: int, **measured: Any) -> None:
@@ -86,7 +86,7 @@ class TrainingResult:
     def whole_steps(self) -> "TrainingResult":
         """Without a step of which only a part is recorded yet, as another thread may see it."""
         whole = len(self.samples)
-        return TrainingResult(**{one.name: getattr(self, one.name)[:whole] for one in fields(self)})
+        return TrainingResult(**{column.name: getattr(self, column.name)[:whole] for column in fields(self)})
 
 
 def train(
@@ -116,20 +116,21 @@ def train(
     groups = strategy.optimizer.param_groups
 
     def read(unread_steps: int) -> None:
-        """Read verdicts until those of so many steps are left."""
+        """Read verdicts until those of `unread_steps` steps remain."""
         while len(unread) > unread_steps:
-            verdict, known = unread.popleft()
+            verdict, step = unread.popleft()
             loss, norm = (value if math.isfinite(value) else None for value in verdict.loss_and_norm)
             scale = verdict.loss_scale
-            known |= {"loss_scale": scale, "skipped": scale is not None and verdict.skipped}
-            known["expert_load"] = verdict.expert_load
-            result.add(loss=loss, grad_norm=norm, tokens=verdict.tokens, **known)
+            step |= {"loss_scale": scale, "skipped": scale is not None and verdict.skipped}
+            step["expert_load"] = verdict.expert_load
+            result.add(loss=loss, grad_norm=norm, tokens=verdict.tokens, **step)
             on_step(result)
 
     strategy.module.train()
     before, start = host_time(), time.perf_counter()
     begin_step(strategy.optimizer_steps)
     for data, following in with_following(loaded(steps)):
+        # forward, backward and update
         if learning_rate is not None:
             for group in groups:
                 group["lr"] = learning_rate(strategy.optimizer_steps)
@@ -141,12 +142,13 @@ def train(
             if clip_grad_norm is not None:
                 strategy.clip_grad_norm_(clip_grad_norm)
             strategy.step(wait=False)
+        # the columns of this step, and verdicts of earlier ones
         step_time_s = None if profiler.slows_this_step else time.perf_counter() - start
-        own = sum(map(sample_count, data.micro_batches)), data.tokens
-        known = {"samples": data.samples, "step_time_s": step_time_s, "own": own, "lr": groups[0]["lr"]}
-        known["host"] = {name: until - before.get(name, 0.0) for name, until in host_time().items()}
-        known["host"]["began"] = before["now"]
-        unread.append((verdict, known))
+        own_counts = sum(map(sample_count, data.micro_batches)), data.tokens
+        columns = {"samples": data.samples, "step_time_s": step_time_s, "own": own_counts, "lr": groups[0]["lr"]}
+        columns["host"] = {name: until - before.get(name, 0.0) for name, until in host_time().items()}
+        columns["host"]["began"] = before["now"]
+        unread.append((verdict, columns))
         profiler.step()
         if is_due(strategy.optimizer_steps):
             strategy.require_finite()

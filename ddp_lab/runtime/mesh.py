@@ -71,9 +71,9 @@ class Mesh:
 
     @classmethod
     def of_label(cls, label: str) -> "Mesh":
-        """The mesh that has this `label`, which may have more behind it: `dp2-tp2-sp`, `pp2-interleaved4`."""
-        found = re.findall(rf"\b({'|'.join(DIMENSIONS)})(\d+)", label)
-        return cls({name: int(degree) for name, degree in found})
+        """The mesh that has this `label`, which may have a suffix: `dp2-tp2-sp`, `pp2-interleaved4`."""
+        matches = re.findall(rf"\b({'|'.join(DIMENSIONS)})(\d+)", label)
+        return cls({name: int(degree) for name, degree in matches})
 
     def __str__(self) -> str:
         return ",".join(f"{name}={degree}" for name, degree in self.degrees.items())
@@ -112,10 +112,10 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each dimension."""
-        found = {}
+        places = {}
         for name, degree in reversed(list(self.degrees.items())):
-            rank, found[name] = divmod(rank, degree)
-        return dict(reversed(found.items()))
+            rank, places[name] = divmod(rank, degree)
+        return dict(reversed(places.items()))
 
     def describe(self, rank: int) -> str:
         """The same as text: `dp 1, tp 0`."""
@@ -217,9 +217,9 @@ class MeshGroups:
             raise UserError(self.no_parts)
         if size not in self._parts:
             parts = self.device_mesh.mesh.reshape(-1, size).tolist()  # tp is the innermost dimension
-            own, _ = dist.new_subgroups_by_enumeration(parts, timeout_of(self.everyone))
-            assert isinstance(own, dist.ProcessGroup), "each rank is in one of them"
-            self._parts[size] = own
+            group, _ = dist.new_subgroups_by_enumeration(parts, timeout_of(self.everyone))
+            assert isinstance(group, dist.ProcessGroup), "each rank is in one of them"
+            self._parts[size] = group
         return self._parts[size]
 
 
@@ -296,5 +296,5 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
     for group in {*parts.values(), data, model, shard, copies, experts} - {everyone, None}:
         dist.set_timeout(timeout, group)
     cut = model, parts[TENSOR], parts[CONTEXT], everyone, parts.get(PIPELINE)
-    kept = shard, parts.get(REPLICATE), parts.get(EXPERT), copies, experts
-    return MeshGroups(mesh, device_mesh, data, *cut, *kept, no_parts)
+    groups = shard, parts.get(REPLICATE), parts.get(EXPERT), copies, experts
+    return MeshGroups(mesh, device_mesh, data, *cut, *groups, no_parts)

@@ -138,9 +138,9 @@ def train_and_record(
     between_steps("preparing the strategy")
     require_generates(config, workload)
     require_sample_for_each_rank(len(workload.train), ranks.data_size)
-    config, steps, said = planned_steps(config, len(workload.train))
+    config, steps, note = planned_steps(config, len(workload.train))
     so_far.steps = steps
-    say(said)
+    say(note)
     checkpoints.require_steps_left(steps)
     config = replace(config, lr=config.lr or workload.learning_rate)
     rates, size = learning_rates(config, steps), ModelSize.of(workload.model)
@@ -167,9 +167,9 @@ def train_and_record(
         so_far.resumed_from = checkpoints.as_record()
         from_rank0(lambda: leave_config(so_far, ranks.world_size))
         settling = strategy.settling_steps  # fewer than before, if the checkpoint has what they would decide
-        config, said = config.fitted(steps - checkpoints.done, settling)
+        config, note = config.fitted(steps - checkpoints.done, settling)
         so_far.config = config
-        say(said)
+        say(note)
         with (
             WindowProfiler(
                 config, trace_folder, run_id, ranks, strategy.finish_parameter_synchronization, settling
@@ -199,10 +199,10 @@ def train_and_record(
             checkpoints.finish()
 
     # Record
-    done = len(so_far.result.loss)
-    if strategy.steps.stops_after == done < steps:
+    steps_done = len(so_far.result.loss)
+    if strategy.steps.stops_after == steps_done < steps:
         on_every_rank(lambda: require_written(profiler))
-        from_rank0(lambda: leave_stopped(so_far, steps, checkpoints.path_of(done)))
+        from_rank0(lambda: leave_stopped(so_far, steps, checkpoints.path_of(steps_done)))
         return
     so_far.gather_throughput()
     if not config.no_eval:
@@ -261,7 +261,7 @@ def generate(strategy: Strategy, workload: Workload, config: RunConfig) -> dict[
     ids = tokenizer(prompt)["input_ids"]
     if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
-    given, source = len(ids), torch.Generator().manual_seed(config.seed)
+    prompt_length, source = len(ids), torch.Generator().manual_seed(config.seed)
     for _ in range(config.generate):
         logits = strategy(input_ids=torch.tensor([ids[-language.context :]], device=strategy.device)).logits
         chosen = torch.zeros(1, dtype=torch.int64, device=strategy.device)
@@ -272,4 +272,4 @@ def generate(strategy: Strategy, workload: Workload, config: RunConfig) -> dict[
         if chosen.item() == tokenizer.eos_token_id:
             break
         ids.append(int(chosen.item()))
-    return {"prompt": prompt, "text": tokenizer.decode(ids[given:]), "tokens": len(ids) - given}
+    return {"prompt": prompt, "text": tokenizer.decode(ids[prompt_length:]), "tokens": len(ids) - prompt_length}

@@ -56,16 +56,16 @@ def begin(store: dist.Store, over_nccl: bool) -> str:
     Raises:
         UserError: NCCL is too old, or a GPU cannot be shared.
     """
-    local_rank, told = int(os.environ["LOCAL_RANK"]), ""
+    local_rank, message = int(os.environ["LOCAL_RANK"]), ""
     if local_rank == 0:
         folder, turns = found_or_started()
         try:
             refusal = problem(torch.cuda.nccl.version() if over_nccl else None, gpu_modes(), turns)
         except subprocess.TimeoutExpired as error:
             refusal = f"nvidia-smi does not answer within {error.timeout:g} s; dmesg may say why the driver hangs"
-        told = "\n".join((folder, turns, refusal))
+        message = "\n".join((folder, turns, refusal))
     key, size = f"multi-process service/{socket.gethostname()}", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    folder, turns, refusal = told_through(store, key, local_rank, size, told)[0].split("\n")
+    folder, turns, refusal = told_through(store, key, local_rank, size, message)[0].split("\n")
     if refusal:
         raise UserError(f"--share-gpu: {refusal}")
     if folder:
@@ -81,12 +81,12 @@ def directories(folder: str) -> dict[str, str]:
 
 def found_or_started() -> tuple[str, str]:
     """The folder of a service that was started, and why there is none; both are empty if the user has one."""
-    has_control, given = shutil.which(CONTROL) is not None, os.environ.get(PIPES)
+    has_control, pipes = shutil.which(CONTROL) is not None, os.environ.get(PIPES)
     try:
-        if runs(os.environ) if has_control else Path(given or DEFAULT_PIPES, "control").exists():
+        if runs(os.environ) if has_control else Path(pipes or DEFAULT_PIPES, "control").exists():
             return "", ""
-        if given or not has_control:
-            return "", f"no service answers in {PIPES}={given}" if given else f"{CONTROL} is not here"
+        if pipes or not has_control:
+            return "", f"no service answers in {PIPES}={pipes}" if pipes else f"{CONTROL} is not here"
         return started()
     except (OSError, subprocess.SubprocessError) as error:
         return "", f"{CONTROL} fails: {error}"
@@ -101,25 +101,25 @@ def runs(environment: Mapping[str, str]) -> bool:
 def started() -> tuple[str, str]:
     """As `found_or_started`. With CUDA_VISIBLE_DEVICES of the ranks, the service would number their GPUs anew."""
     folder = tempfile.mkdtemp(prefix="ddp-lab-mps-")
-    pipe, said = Path(folder, HELD), Path(folder, "said.txt")  # no pipe of ours: the service would keep it open
+    pipe, output = Path(folder, HELD), Path(folder, "said.txt")  # no pipe of ours: the service would keep it open
     environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     environment |= directories(folder)
     Path(environment[LOGS]).mkdir()
     os.mkfifo(pipe)
     os.open(pipe, os.O_RDWR)
-    with pipe.open("rb", 0) as held, said.open("wb") as out:
-        own: dict[str, Any] = {"env": environment, "stdout": out, "stderr": out}
-        subprocess.Popen(["sh", "-c", GUARD, folder], **own, stdin=held, start_new_session=True)
-        subprocess.run([CONTROL, "-d"], **own, stdin=subprocess.DEVNULL, timeout=ANSWER_S)
+    with pipe.open("rb", 0) as reader, output.open("wb") as out:
+        arguments: dict[str, Any] = {"env": environment, "stdout": out, "stderr": out}
+        subprocess.Popen(["sh", "-c", GUARD, folder], **arguments, stdin=reader, start_new_session=True)
+        subprocess.run([CONTROL, "-d"], **arguments, stdin=subprocess.DEVNULL, timeout=ANSWER_S)
         deadline = time.monotonic() + START_S
         while not (is_up := runs(environment)) and time.monotonic() < deadline:
             time.sleep(0.1)
         if is_up:  # but it may refuse this user, or this container
             client = {**os.environ, **environment}
-            probe = subprocess.run([sys.executable, "-c", PROBE], **own | {"env": client}, timeout=ANSWER_S)
+            probe = subprocess.run([sys.executable, "-c", PROBE], **arguments | {"env": client}, timeout=ANSWER_S)
             if probe.returncode == 0:
                 return folder, ""
-    why = (said.read_text(errors="replace").splitlines() or ["it says nothing"])[-1]
+    why = (output.read_text(errors="replace").splitlines() or ["it says nothing"])[-1]
     return "", f"{CONTROL} does not start: {why}"
 
 
@@ -136,11 +136,11 @@ def gpu_modes() -> list[list[str]]:
     command += ["--query-gpu=index,compute_mode,mig.mode.current", "--format=csv,noheader"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        said, _ = process.communicate(timeout=ANSWER_S)
+        answer, _ = process.communicate(timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         process.kill()  # and do not wait: within the driver it may not end
         raise
-    return [line.split(", ") for line in said.splitlines() if line.count(", ") == 2]
+    return [line.split(", ") for line in answer.splitlines() if line.count(", ") == 2]
 
 
 def problem(nccl: Sequence[int | str] | None, modes: Sequence[Sequence[str]], turns: str) -> str:

@@ -102,11 +102,11 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it is no object of JSON")
-        found = content.get("format")
-        if type(found) is not int:
-            raise ValueError(f"its format is {found!r}, not the number {FORMAT}")
-        if found != FORMAT:
-            raise UserError(f"{folder} is a checkpoint of format {found}, but this program reads format {FORMAT}")
+        version = content.get("format")
+        if type(version) is not int:
+            raise ValueError(f"its format is {version!r}, not the number {FORMAT}")
+        if version != FORMAT:
+            raise UserError(f"{folder} is a checkpoint of format {version}, but this program reads format {FORMAT}")
         if content.pop("crc32", None) != _checksum(content):
             raise ValueError("its checksum crc32 differs")
         manifest = msgspec.convert(content, Manifest)
@@ -170,8 +170,8 @@ def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
             would stand in the way when this step is saved.
     """
     try:
-        found = [(FOLDER.fullmatch(path.name), path) for path in folder.iterdir()] if folder.exists() else []
-        named = [(int(match[1]), path) for match, path in found if match]
+        folders = [(FOLDER.fullmatch(path.name), path) for path in folder.iterdir()] if folder.exists() else []
+        named = [(int(match[1]), path) for match, path in folders if match]
         foreign = [path for _, path in named if path.is_symlink() or not path.is_dir()]
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}") from error
@@ -210,5 +210,5 @@ def _checksum(content: dict[str, Any]) -> int:
 
 def several(items: Sequence[str], most: int = 3) -> str:
     """A short list for a message."""
-    left = len(items) - most
-    return "; ".join(items[:most]) + (f"; and {left} more" if left > 0 else "")
+    more = len(items) - most
+    return "; ".join(items[:most]) + (f"; and {more} more" if more > 0 else "")

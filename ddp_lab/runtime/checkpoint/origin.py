@@ -50,9 +50,9 @@ def find_origin(config: RunConfig) -> Origin | None:
     folder = checkpoint_folder(config)
     if config.checkpoint_every and from_rank0(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
         with suppress(UserError):  # there is none yet
-            own = newest_complete(folder)
-            if own.manifest.job == from_rank0(current_job):
-                return own
+            newest = newest_complete(folder)
+            if newest.manifest.job == from_rank0(current_job):
+                return newest
     origin, is_own = None, config.resume in (LATEST, AUTO)
     if config.resume is not None and not (config.resume == AUTO and from_rank0(lambda: not checkpoints_in(folder))):
         path = folder if is_own else Path(config.resume)
@@ -105,10 +105,12 @@ def require_no_others(folder: Path, origin: Origin | None) -> None:
         UserError: names the newest.
     """
     skipped = origin.skipped if origin else ()
-    others = [(step, path) for step, path in checkpoints_in(folder) if path not in skipped and has_manifest(path)]
-    if not others:
+    other_checkpoints = [
+        (step, path) for step, path in checkpoints_in(folder) if path not in skipped and has_manifest(path)
+    ]
+    if not other_checkpoints:
         return
-    step, newest = others[0]
+    step, newest = other_checkpoints[0]
     if origin is None:
         raise UserError(
             f"{folder} holds checkpoints of an earlier run, the newest of step {step}; resume from it with "
@@ -170,16 +172,16 @@ def require_same_model(manifest: Manifest, here: Manifest) -> None:
         raise UserError(f"--resume: the checkpoint is {kinds}")
 
 
-def differences(stored: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]) -> list[str]:
+def differences(stored: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:
     """Clauses on what should be the same and is not."""
 
     def describe(info: TensorInfo) -> str:
         return f"{tuple(info.shape)} {info.dtype}{' that trains' if info.trains else ''}"
 
-    problems = [f"it lacks {name}" for name in wanted if name not in stored]
-    problems += [f"it has {name}, which the model lacks" for name in stored if name not in wanted]
+    problems = [f"it lacks {name}" for name in expected if name not in stored]
+    problems += [f"it has {name}, which the model lacks" for name in stored if name not in expected]
     return problems + [
         f"{name} is {describe(stored[name])} there and {describe(info)} here"
-        for name, info in wanted.items()
+        for name, info in expected.items()
         if name in stored and stored[name] != info
     ]

@@ -36,9 +36,9 @@ class OwnParts:
         self.cuts = {name: cuts[name] for name in named if name in cuts}
         self.shapes = {n: self.cuts[n].whole_shape(p) if n in self.cuts else tuple(p.shape) for n, p in named.items()}
 
-    def of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:
+    def of_all_stages(self, entries: dict[str, Any]) -> dict[str, Any]:
         """By name, what ranks say of the parameters or buffers that they hold. Collective."""
-        return self._parallel.of_all_stages(own) if self._parallel else own
+        return self._parallel.of_all_stages(entries) if self._parallel else entries
 
     def owner(self, name: str) -> int:
         """The rank that saves what this one holds of a parameter."""
@@ -96,11 +96,11 @@ class StoredParts:
         Raises:
             UserError: some of them are not stored.
         """
-        own, stored = self._own.cuts.get(name), self._cuts.get(name)
-        if own == stored:
+        own_cut, stored = self._own.cuts.get(name), self._cuts.get(name)
+        if own_cut == stored:
             return self._files.read(f"{kind}/{self._own.key(name)}", start, end)
         whole = read_whole(self._files, f"{kind}/{name}", self._own.shapes[name], stored)
-        part = own.part(whole, self._own.rank(name)) if own else whole
+        part = own_cut.part(whole, self._own.rank(name)) if own_cut else whole
         return part.reshape(-1)[start:end]
 
 

@@ -22,8 +22,8 @@ def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, st
     tensors = {TORCH: torch.get_rng_state()}
     if device.type == "cuda":
         tensors[CUDA] = torch.cuda.get_rng_state(device)
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    texts = {"python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *rest]}  # type: ignore[union-attr]
+    kind, keys, *numbers = np.random.get_state(legacy=True)
+    texts = {"python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *numbers]}  # type: ignore[union-attr]
     return tensors, {name: json.dumps(state) for name, state in texts.items()}
 
 
@@ -39,8 +39,8 @@ def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str
             torch.cuda.set_rng_state(tensors[CUDA], device)
         version, keys, gauss = json.loads(texts["python_random"])
         random.setstate((version, tuple(keys), gauss))
-        kind, keys, *rest = json.loads(texts["numpy_random"])
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        kind, keys, *numbers = json.loads(texts["numpy_random"])
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *numbers))
     except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise UserError(f"cannot restore the stored random numbers: {error}") from error
 

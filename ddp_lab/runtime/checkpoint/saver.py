@@ -181,8 +181,8 @@ def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor], metadata:
     info = write_tensors(folder / file_name(rank), tensors, metadata)
     sync(folder)
     # The last touch: as soon as all ranks' files are seen, rank 0 may rename the folder.
-    with written_whole(folder / done_name(rank)) as done:
-        done.write_bytes(msgspec.json.encode(info))
+    with written_whole(folder / done_name(rank)) as done_file:
+        done_file.write_bytes(msgspec.json.encode(info))
 
 
 def commit(folder: Path, target: Path, manifest: Manifest, may_wait: Callable[[], bool]) -> bool:
@@ -195,13 +195,13 @@ def commit(folder: Path, target: Path, manifest: Manifest, may_wait: Callable[[]
     """
     infos = {}
     for rank in range(manifest.world_size):
-        done = folder / done_name(rank)
-        while not done.exists():
+        done_path = folder / done_name(rank)
+        while not done_path.exists():
             if not may_wait():
                 return False
             time.sleep(POLL_S)
-        infos[file_name(rank)] = msgspec.json.decode(done.read_bytes(), type=FileInfo)
-        done.unlink()
+        infos[file_name(rank)] = msgspec.json.decode(done_path.read_bytes(), type=FileInfo)
+        done_path.unlink()
     states = states_in(TensorFiles([folder / name for name in infos]))
     write_manifest(folder, msgspec.structs.replace(manifest, files=infos, states=states))
     before = target.with_name(f".{target.name}.before")

@@ -55,7 +55,7 @@ class Checkpoints:
                 print(f"{config.label}: skipped: {problem}", flush=True)
 
     def require_steps_left(self, steps: int) -> None:
-        """Check that the checkpoint is not behind the end of the run. If it is at the end, only the evaluation is left.
+        """Check that the checkpoint is not past the end of the run. If it is at the end, only the evaluation is left.
 
         Raises:
             UserError: names both numbers.
@@ -82,11 +82,12 @@ class Checkpoints:
             first_step: Makes this rank's micro-batches of the first one.
 
         Returns:
-            What is known of the steps before.
+            The results of earlier steps.
 
         Raises:
             UserError: the checkpoint is of another training, model or optimizer; the strategy supports none.
         """
+        # the manifest of later checkpoints
         self._strategy, self._last_step = strategy, steps
         if self.origin or self._saver:
             self._manifest = msgspec.structs.replace(
@@ -99,6 +100,7 @@ class Checkpoints:
             )
         if not self.origin:
             return TrainingResult()
+        # the checkpoint's state
         path, manifest = self.origin.path, self.origin.manifest
         with naming(path):
             require_same_settings(manifest, self._manifest.config)

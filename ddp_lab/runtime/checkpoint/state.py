@@ -131,13 +131,13 @@ def own_share(
     pieces = [piece for piece in pieces if parts.is_saved_here(piece.name)]
     by_tensor = {piece.tensor: piece for piece in pieces}
     is_shard = component in strategy.saves_shards_of
-    found = []
+    elements = []
     for group, tensors in strategy.by_group(by_tensor):
         over = strategy.groups
         rank, size = (over.replica, over.replicas) if is_shard else (dist.get_rank(group), dist.get_world_size(group))
         lengths = [strategy.on_this_rank(tensor).numel() for tensor in tensors]
-        found += [(by_tensor[tensors[index]], start, end) for index, start, end in share(lengths, rank, size)]
-    return found
+        elements += [(by_tensor[tensors[index]], start, end) for index, start, end in share(lengths, rank, size)]
+    return elements
 
 
 def flat(strategy: Strategy, tensor: Tensor) -> Tensor:
@@ -210,10 +210,10 @@ def restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[st
     Raises:
         UserError: the optimizer has other groups or settings, as it may in another version of torch.
     """
-    own = optimizer.param_groups
-    if len(groups) != len(own) or not all(map(takes, own, groups)):
+    own_groups = optimizer.param_groups
+    if len(groups) != len(own_groups) or not all(map(takes, own_groups, groups)):
         raise UserError("--resume: the checkpoint's optimizer has other parameter groups, or other settings of them")
-    for group, settings in zip(own, groups, strict=True):
+    for group, settings in zip(own_groups, groups, strict=True):
         for name, value in settings.items():
             kind = type(group[name])  # JSON has no tuples, and the manifest stores every number as a float
             group[name] = value if kind is int and value % 1 else kind(value)
@@ -234,9 +234,9 @@ def put(target: Tensor, values: Tensor) -> None:
 
 def keys_by_parameter(files: TensorFiles, kind: str) -> dict[str, dict[str, str]]:
     """For each parameter, the keys of its stored states, by the name of the state."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    keys: dict[str, dict[str, str]] = defaultdict(dict)
     for key in files.stored:
         if key.startswith(f"{kind}/"):
             _, state, name = key.split("/", 2)
-            found[name][state] = key
-    return found
+            keys[name][state] = key
+    return keys

@@ -38,8 +38,8 @@ def epoch_windows(samples: int, global_batch_size: int, seed: int, epoch: int) -
 
 def rank_micro_batches(window: Sequence[int], rank: int, size: int, micro_batch_size: int) -> list[list[int]]:
     """The part of `window` that data-parallel rank `rank` of `size` runs, in micro-batches. It may be empty."""
-    mine = window[rank::size]
-    return [list(mine[start : start + micro_batch_size]) for start in range(0, len(mine), micro_batch_size)]
+    indices = window[rank::size]
+    return [list(indices[start : start + micro_batch_size]) for start in range(0, len(indices), micro_batch_size)]
 
 
 def evaluation_batches(samples: int, rank: int, size: int, batch_size: int) -> Iterator[tuple[list[int], int]]:
@@ -49,9 +49,9 @@ def evaluation_batches(samples: int, rank: int, size: int, batch_size: int) -> I
     pass of some strategies communicates. A rank without samples left gets sample 0 with a count of 0.
     """
     largest_share = -(-samples // size)
-    mine = list(range(rank, samples, size))
+    indices = list(range(rank, samples, size))
     for start in range(0, largest_share, batch_size):
-        batch = mine[start : start + batch_size]
+        batch = indices[start : start + batch_size]
         yield (batch, len(batch)) if batch else ([0], 0)
 
 
@@ -62,12 +62,12 @@ def planned_steps(config: RunConfig, samples: int) -> tuple[RunConfig, int, str]
     """
     in_epoch, most = steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize
     epochs = config.epochs or -(-(config.max_steps or 1) // in_epoch)
-    steps, said = min(epochs * in_epoch, most), ""
+    steps, note = min(epochs * in_epoch, most), ""
     if config.max_steps and steps < most:
-        said = f"{steps} steps, not {most}: --epochs {epochs} has no more; without it the data repeat"
+        note = f"{steps} steps, not {most}: --epochs {epochs} has no more; without it the data repeat"
     elif config.epochs is None and epochs > 1:
-        said = f"an epoch has {in_epoch} steps, so {steps} steps are {epochs} epochs"
-    return replace(config, epochs=epochs), steps, said
+        note = f"an epoch has {in_epoch} steps, so {steps} steps are {epochs} epochs"
+    return replace(config, epochs=epochs), steps, note
 
 
 def require_sample_for_each_rank(samples: int, world_size: int) -> None:
@@ -92,18 +92,18 @@ def batches_of_steps(
 
 def collated(config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int) -> Iterator[StepData]:
     """The same on the CPU."""
-    size, done = config.micro_batch_size(ranks.data_size), 0
+    size, steps_done = config.micro_batch_size(ranks.data_size), 0
     for epoch in count():
         for window in epoch_windows(len(workload.train), config.global_batch_size, config.seed, epoch):
-            if done == steps:
+            if steps_done == steps:
                 return
-            if done < first:
-                done += 1
+            if steps_done < first:
+                steps_done += 1
                 continue
-            mine = rank_micro_batches(window, ranks.data_rank, ranks.data_size, size)
-            batches = [workload.collate([workload.train[index] for index in indices]) for indices in mine]
+            micro_batches = rank_micro_batches(window, ranks.data_rank, ranks.data_size, size)
+            batches = [workload.collate([workload.train[index] for index in indices]) for indices in micro_batches]
             yield StepData(len(window), batches, list(map(workload.count, batches)), sum(map(token_count, batches)))
-            done += 1
+            steps_done += 1
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -125,7 +125,7 @@ def sequence_length(config: RunConfig, model: nn.Module) -> int:
 @during(BUILDING)
 @torch.no_grad()
 def keeps_documents_apart(model: nn.Module) -> bool:
-    """Whether a document has the same logits behind another one, in one sequence, as alone.
+    """Whether a document has the same logits after another one, in one sequence, as alone.
 
     Models without positions or with a recurrent state do not, nor do those that make their masks in ways of their own.
     """
@@ -143,10 +143,10 @@ def keeps_documents_apart(model: nn.Module) -> bool:
 
 
 def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, packs: bool) -> Samples:
-    wanted, held_out = config.train_samples, config.eval_samples or EVAL_SAMPLES
+    count, held_out = config.train_samples, config.eval_samples or EVAL_SAMPLES
     if config.streaming:
-        wanted = wanted or STREAMED_SAMPLES
-    text = source.tokenized(tokenizer, config.seed, length, (wanted, held_out))
+        count = count or STREAMED_SAMPLES
+    text = source.tokenized(tokenizer, config.seed, length, (count, held_out))
     cuts = not text.has_prompts
     packs = packs and cuts
     both = TokenSequences(text.train, length, packs, cuts)
@@ -157,7 +157,7 @@ def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, pac
             train = train.without_short_last()
     else:
         left_out = both.left_out
-        spare = len(both) - wanted if wanted else 0
+        spare = len(both) - count if count else 0
         at = max(0, len(both) - min(held_out, max(1, len(both) // 10, spare)))
         train, evaluation = both[:at], both[at:]
     if not len(evaluation) or len(train) < dist.get_world_size():
@@ -168,7 +168,7 @@ def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, pac
             "--sequence-length"
         )
     notes = (f"{left_out} samples left out: nothing of their completion is within {length} tokens",)
-    return Samples(train[:wanted], evaluation[:held_out], notes if left_out and not cuts else ())
+    return Samples(train[:count], evaluation[:held_out], notes if left_out and not cuts else ())
 
 
 def _workload(
@@ -189,8 +189,10 @@ def _workload(
 def _prompt(tokenizer: Any, evaluation: Sequence[Any]) -> str:
     """The prompt of the first held-out sample, or its first words if it has none."""
     ids, labels = evaluation[0]["input_ids"], evaluation[0]["labels"]
-    given = int((labels != IGNORED).int().argmax())
-    return tokenizer.decode(ids[: given if given > 1 else PROMPT_TOKENS], skip_special_tokens=True).strip()
+    prompt_length = int((labels != IGNORED).int().argmax())
+    return tokenizer.decode(
+        ids[: prompt_length if prompt_length > 1 else PROMPT_TOKENS], skip_special_tokens=True
+    ).strip()
 
 
 def _require_fitting_vocabulary(name: str, model: nn.Module, tokenizer: Any) -> None:

@@ -41,13 +41,13 @@ class Source(NamedTuple):
             UserError: the data cannot be read, or lack a column; or names the row that is not text.
         """
         train, *held_out = [(data, self._columns(data)) for data in hub.load_splits(self.name, self.streams).values()]
-        wanted, others = most
-        if not held_out and wanted:
-            wanted += others
+        count, eval_count = most
+        if not held_out and count:
+            count += eval_count
         has_prompts = train[1] == PROMPT_COLUMNS
         unit = 1 if has_prompts else length
-        documents = self._documents(*train, tokenizer, wanted and wanted * unit, seed)
-        return Text(documents, [self._documents(*part, tokenizer, others * unit) for part in held_out], has_prompts)
+        documents = self._documents(*train, tokenizer, count and count * unit, seed)
+        return Text(documents, [self._documents(*part, tokenizer, eval_count * unit) for part in held_out], has_prompts)
 
     def _columns(self, data: Any) -> tuple[str, ...]:
         """Those that are text: one, or prompt and completion."""
@@ -74,7 +74,7 @@ class Source(NamedTuple):
     def _documents(
         self, data: Any, columns: tuple[str, ...], tokenizer: Any, enough: int | None, seed: int | None = None
     ) -> Documents:
-        """All documents, each with an end-of-text token behind it, shuffled by `seed`. `datasets` caches what is not
+        """All documents, each ended by an end-of-text token, shuffled by `seed`. `datasets` caches what is not
         streamed. Of a stream, read no more than `enough` tokens, or rows with prompts."""
         from datasets import Dataset
 
@@ -87,9 +87,11 @@ class Source(NamedTuple):
             ]
             first = tokenizer(parts[0])["input_ids"]
             first = [ids[:-1] if ids and ids[-1] == end else ids for ids in first]  # some tokenizers end every text
-            rest = tokenizer(parts[1], add_special_tokens=False)["input_ids"] if len(parts) == 2 else [[]] * len(rows)
+            second_parts = (
+                tokenizer(parts[1], add_special_tokens=False)["input_ids"] if len(parts) == 2 else [[]] * len(rows)
+            )
             return {
-                "input_ids": [[*a, *b, end] for a, b in zip(first, rest, strict=True)],
+                "input_ids": [[*a, *b, end] for a, b in zip(first, second_parts, strict=True)],
                 "given": [len(ids) if len(parts) == 2 else 1 for ids in first],
             }
 
@@ -136,12 +138,12 @@ def from_table(data: Any) -> Documents:
 def from_stream(rows: Any, enough: int | None, by_rows: bool) -> Documents:
     """The first rows of an encoded stream, until there are `enough` tokens or rows."""
     documents: list[list[int]] = []
-    given: list[int] = []
+    prompt_lengths: list[int] = []
     read = 0
     for row in rows:
         documents.append(row["input_ids"])
-        given.append(row["given"])
+        prompt_lengths.append(row["given"])
         read += 1 if by_rows else len(row["input_ids"])
         if enough is not None and read >= enough:
             break
-    return Documents.of(documents, given)
+    return Documents.of(documents, prompt_lengths)

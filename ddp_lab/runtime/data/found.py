@@ -32,7 +32,7 @@ def require_found(config: RunConfig) -> None:
             raise UserError(f"--dataset {name}: unknown file type; takes {', '.join(FILE_FORMATS)}")
         if path.is_file() and not _has_rows(path):
             raise UserError(f"--dataset {name}: the file is empty")
-        if path.is_dir() and not any(one.is_file() for one in path.rglob("*")):
+        if path.is_dir() and not any(file.is_file() for file in path.rglob("*")):
             raise UserError(f"--dataset {name}: the folder is empty")
         if not path.exists() and _looks_local(name):
             raise UserError(f"--dataset {name}: no such file or folder")
@@ -53,10 +53,12 @@ def require_function(name: str) -> tuple[Path, str]:
     text = file.read_text(errors="replace")
     if function not in text and "import *" not in text:
         try:
-            found = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+            functions = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
         except (SyntaxError, ValueError):
             return file, function  # Python says what is wrong when it runs the file
-        raise UserError(f"--workload {name}: no function {function} in it; it has {', '.join(found) or 'no function'}")
+        raise UserError(
+            f"--workload {name}: no function {function} in it; it has {', '.join(functions) or 'no function'}"
+        )
     return file, function
 
 

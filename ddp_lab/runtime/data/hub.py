@@ -48,12 +48,14 @@ class Labels:
             return cls(tuple(range(len(names))), names)
         if not isinstance(feature, Value):
             raise UserError(f"{where}: column {column} holds {feature}; a label is a name or a whole number")
-        found = [value for value in data.unique(column) if value is not None]
-        if fractions := [value for value in found if isinstance(value, float) and not value.is_integer()]:
+        labels = [value for value in data.unique(column) if value is not None]
+        if fractions := [value for value in labels if isinstance(value, float) and not value.is_integer()]:
             raise UserError(f"{where}: column {column} has {fractions[0]}; a label is a name or a whole number")
-        if len(found) < 2:
-            raise UserError(f"{where}: column {column} has {cls._line(found)}; classification needs two labels or more")
-        values = tuple(sorted(found))
+        if len(labels) < 2:
+            raise UserError(
+                f"{where}: column {column} has {cls._line(labels)}; classification needs two labels or more"
+            )
+        values = tuple(sorted(labels))
         return cls(values, tuple(str(int(value) if isinstance(value, float) else value) for value in values))
 
     @property

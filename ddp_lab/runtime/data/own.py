@@ -64,17 +64,19 @@ def _function(name: str) -> Callable[..., Any]:
         warnings.filterwarnings("default", module=rf"{OWN_MODULE}|torch\.nn\.(functional|modules)\b")
     with in_one_line(f"--workload {name}"):
         spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
+    attribute = getattr(module, function, None)
+    if not callable(attribute):
         raise UserError(f"--workload {name}: {function} is no function")
-    return found
+    return attribute
 
 
 @during(BUILDING)
 def _call(build: Callable[..., Any], config: RunConfig) -> Any:
     """`build()`, or `build(config)` if it has an argument without a default, or one named `config`."""
     arguments = inspect.signature(build).parameters
-    takes_config = "config" in arguments or any(one.default is one.empty for one in arguments.values())
+    takes_config = "config" in arguments or any(
+        parameter.default is parameter.empty for parameter in arguments.values()
+    )
     if not takes_config and (config.model or config.dataset):
         raise UserError(f"--workload {config.workload}: takes no argument, and so cannot know --model and --dataset")
     with in_one_line(f"--workload {config.workload}"):
@@ -114,9 +116,9 @@ def in_one_line(what: str, hint: str = "") -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever it is, it is the user's
-        said = error.msg if isinstance(error, SyntaxError) else next(iter(words_of(error).splitlines()), "")
+        words = error.msg if isinstance(error, SyntaxError) else next(iter(words_of(error).splitlines()), "")
         advice = f"; {hint}" if hint else ""
-        mistake = UserError(f"{what}: {type(error).__name__}: {said}{place_in_own_file(error)}{advice}")
+        mistake = UserError(f"{what}: {type(error).__name__}: {words}{place_in_own_file(error)}{advice}")
         mistake.traceback = traceback_of(error)
         raise mistake from error
 
@@ -217,11 +219,11 @@ def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], d
         if logits is None or "labels" not in batch:
             raise UserError(f"--workload {name}: to classify, the answer needs .logits, and the batch labels")
         with in_one_line(f"--workload {name}: logits.argmax(-1)"):
-            found = logits.argmax(-1)
-        if not found.shape == batch["labels"].shape == (len(samples),):
+            predictions = logits.argmax(-1)
+        if not predictions.shape == batch["labels"].shape == (len(samples),):
             raise UserError(
                 f"--workload {name}: to classify, each sample has one label; for {len(samples)} samples labels have "
-                f"shape {tuple(batch['labels'].shape)} and logits.argmax(-1) {tuple(found.shape)}"
+                f"shape {tuple(batch['labels'].shape)} and logits.argmax(-1) {tuple(predictions.shape)}"
             )
     return loss
 

@@ -73,10 +73,10 @@ class TokenSequences(Sequence[dict[str, Tensor]]):
         self._is_target[starts] = False
         targets = np.concatenate([[0], np.cumsum(self._is_target)])
         self.targets = targets[ends] - targets[starts]
-        kept = self.targets > 0
-        self.left_out = int((~kept).sum())
-        self._bounds = np.stack([starts, ends], axis=1)[kept]
-        self.targets = self.targets[kept]
+        is_target = self.targets > 0
+        self.left_out = int((~is_target).sum())
+        self._bounds = np.stack([starts, ends], axis=1)[is_target]
+        self.targets = self.targets[is_target]
 
     def __len__(self) -> int:
         return len(self._bounds)

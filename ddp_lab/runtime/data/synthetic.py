@@ -120,9 +120,9 @@ def _transformer(name: str) -> nn.Module:
 def _digits(config: RunConfig) -> Workload:
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    images = torch.from_numpy(found.images / SHADES).float().unsqueeze(1)
-    labels = torch.from_numpy(found.target).long()
+    digits = load_digits()
+    images = torch.from_numpy(digits.images / SHADES).float().unsqueeze(1)
+    labels = torch.from_numpy(digits.target).long()
     samples = [{"images": image, "labels": label} for image, label in zip(images, labels, strict=True)]
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0), device="cpu").tolist()
     held_out, training = order[:HELD_OUT_DIGITS], order[HELD_OUT_DIGITS:]

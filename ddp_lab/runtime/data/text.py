@@ -54,7 +54,7 @@ def _built_in(config: RunConfig, train_samples: int, eval_samples: int) -> Workl
 
     def tokenized(reviews: list[samples.Review]) -> list[dict[str, Any]]:
         ids = tokenizer([review["text"] for review in reviews])["input_ids"]
-        return [{"label": review["label"], "input_ids": each} for review, each in zip(reviews, ids, strict=True)]
+        return [{"label": review["label"], "input_ids": tokens} for review, tokens in zip(reviews, ids, strict=True)]
 
     train, evaluation = map(tokenized, samples.reviews(train_samples, eval_samples))
     model = random_llama_classifier(config.workload, tokenizer.pad_token_id)

@@ -74,7 +74,7 @@ class PacedGroup(dist.ProcessGroup):
         """Called by `torch.distributed.new_group` on the default group."""
         if self.rank() not in ranks:
             return None
-        made: Any = c10d._new_process_group_helper(
+        group: Any = c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(self.rank()),
             list(ranks),
@@ -85,8 +85,8 @@ class PacedGroup(dist.ProcessGroup):
             timeout=timeout,
             group_desc=group_desc,
         )[0]
-        forget(made)
-        return PacedGroup(made, ranks, self._ledger)
+        forget(group)
+        return PacedGroup(group, ranks, self._ledger)
 
     def register_pre_hook(self, hook_id: int, hook: Any) -> None:
         self._inner.register_pre_hook(hook_id, hook)
@@ -130,12 +130,12 @@ class PacedGroup(dist.ProcessGroup):
 
     def _message(self, kind: str, tensors: list[Tensor], ends: tuple[int, int], tag: int) -> dist.Work:
         """One end of a message. It goes on its links when both ranks have issued it."""
-        own, key, issue = int(kind == "recv"), (*ends, tag), getattr(self._inner, kind)
+        receives, key, issue = int(kind == "recv"), (*ends, tag), getattr(self._inner, kind)
         if key not in self._messages:
             members = [self._members[end] for end in ends]
-            self._messages[key] = Delivery(f"{self.group_name} {key}", self._ledger, members, own)
+            self._messages[key] = Delivery(f"{self.group_name} {key}", self._ledger, members, receives)
         go, messages = self._messages[key].send, (ledger.Edge(0, 1, sum(tensor.nbytes for tensor in tensors)),)
-        return self._seen(go(kind, tensors[0], messages, lambda: issue(tensors, ends[1 - own], tag)))
+        return self._seen(go(kind, tensors[0], messages, lambda: issue(tensors, ends[1 - receives], tag)))
 
 
 # Where torch keeps its process groups ---------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def paced(name: str, kind: str, place: int, make_options: Any) -> Callable[..., 
     def method(self: PacedGroup, *args: Any, opts: Any = None) -> dist.Work:
         if args and isinstance(args[-1], make_options):
             *args, opts = args  # type: ignore[assignment]
-        options, given = opts or make_options(), args[place] if args else []
-        tensors: list[Tensor] = [given] if isinstance(given, Tensor) else given
+        options, argument = opts or make_options(), args[place] if args else []
+        tensors: list[Tensor] = [argument] if isinstance(argument, Tensor) else argument
         nbytes, shown = sum(tensor.nbytes for tensor in tensors), tensors[0] if tensors else None
         if kind == "all_to_all" and any(len({*sizes}) > 1 for sizes in args[2:4]):
             raise UserError("--link cannot pace all-to-alls of parts of different sizes yet; run with --link none")

@@ -95,7 +95,12 @@ def gather(size: int, nbytes: float, root: int) -> tuple[Edge, ...]:
 
 def all_to_all(size: int, nbytes: float) -> tuple[Edge, ...]:
     """`nbytes`: of what one rank gives."""
-    return tuple(Edge(one, other, nbytes / size) for one in range(size) for other in range(size) if one != other)
+    return tuple(
+        Edge(sender, receiver, nbytes / size)
+        for sender in range(size)
+        for receiver in range(size)
+        if sender != receiver
+    )
 
 
 # When links deliver it ------------------------------------------------------------------------------------------------
@@ -192,8 +197,8 @@ class Ledger:
                     ends[0, 0] = self._pass_ring(schedule, members, max(issued))
                 return float(ends[0, 0])
             call = _Call(schedule, members, issued, ends, self._cells["connections"][group])
-            mine = [edge for edge in schedule if rank in (edge.sender, edge.receiver)]
-            return max((self._end_for(rank, edge, call) for edge in mine), default=0.0)
+            own_edges = [edge for edge in schedule if rank in (edge.sender, edge.receiver)]
+            return max((self._end_for(rank, edge, call) for edge in own_edges), default=0.0)
 
     def _pass_ring(self, ring: Ring, members: tuple[int, ...], ready: float) -> float:
         """When it ends: when its slowest link is through."""
@@ -211,7 +216,7 @@ class Ledger:
 
         A rank asks only when Gloo has moved the data, so both ends of the message have issued the collective then. Two
         ranks of a group have one connection. Gloo sends what the receiver has asked for, over that same connection. So
-        a request waits behind data that goes its way, and messages of both directions take turns.
+        a request waits for data that goes its way, and messages of both directions take turns.
         """
         sender, receiver = ends = edge.sender, edge.receiver
         if not call.ends[ends]:
@@ -247,13 +252,13 @@ def carry(link: NDArray[np.float64], ready: float, seconds: float) -> float:
         link: Begin and end of the times in which it works, which this adds to.
     """
     spans = [(begin, stop) for begin, stop in link.tolist() if stop]
-    pieces, end, left = [], ready, seconds
+    pieces, end, remaining_s = [], ready, seconds
     for begin, stop in [*spans, (inf, inf)]:
-        if begin > end and left > 0:
-            piece = min(left, begin - end)
+        if begin > end and remaining_s > 0:
+            piece = min(remaining_s, begin - end)
             pieces.append((end, end + piece))
-            end, left = end + piece, left - piece
-        if left > 0:
+            end, remaining_s = end + piece, remaining_s - piece
+        if remaining_s > 0:
             end = max(end, stop)
     merged = joined(sorted(spans + pieces))
     link[:] = 0.0

@@ -79,9 +79,9 @@ class Nodes:
             raise UserError(f"--nodes {count}: {world_size} ranks do not divide into {count} nodes")
         return cls(world_size // count, link)
 
-    def are_between(self, one: int, other: int) -> bool:
+    def are_between(self, sender: int, receiver: int) -> bool:
         """Whether these two ranks are on different nodes."""
-        return one // self.size != other // self.size
+        return sender // self.size != receiver // self.size
 
 
 def canonical(text: str) -> str:

@@ -62,15 +62,15 @@ def without_marks() -> Iterator[None]:
     if os.environ.get(KINETO) != WARNINGS:
         yield
         return
-    with os.fdopen(os.dup(2), "w", buffering=1) as stderr, os.fdopen(os.memfd_create("stderr"), "w+b") as held:
-        os.dup2(held.fileno(), 2)
+    with os.fdopen(os.dup(2), "w", buffering=1) as stderr, os.fdopen(os.memfd_create("stderr"), "w+b") as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             with redirect_stderr(stderr):
                 yield
         finally:
             os.dup2(stderr.fileno(), 2)
-            held.seek(0)
-            stderr.buffer.write(b"".join(line for line in held if not line.startswith(MARKS)))
+            captured.seek(0)
+            stderr.buffer.write(b"".join(line for line in captured if not line.startswith(MARKS)))
 
 
 def schedule_as_batch() -> None:

@@ -39,10 +39,10 @@ def adopt_launcher(environ: Environment) -> None:
     What `mpirun` starts in an allocation of SLURM also has the variables of the step that started `mpirun`'s daemon.
     """
     if not any(name in environ for name in OWN):
-        found = of_open_mpi(environ) or of_slurm(environ)
+        variables = of_open_mpi(environ) or of_slurm(environ)
     else:  # `deepspeed` says LOCAL_SIZE
-        found = {"LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]} if "LOCAL_SIZE" in environ else {}
-    for name, value in found.items():
+        variables = {"LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]} if "LOCAL_SIZE" in environ else {}
+    for name, value in variables.items():
         environ.setdefault(name, value)
 
 
@@ -122,8 +122,8 @@ def first_host(hosts: str) -> str:
 
 def tasks_by_node(counts: str) -> list[int]:
     """Tasks of each node: `2(x2),1` is 2, 2 and 1."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))]
+    counts_by_run = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(tasks) for tasks, nodes in counts_by_run for _ in range(int(nodes or 1))]
 
 
 def port_of(job: str) -> int:

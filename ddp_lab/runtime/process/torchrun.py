@@ -33,8 +33,8 @@ def quiet_torchrun() -> None:
 
 
 def start_ranks(config: RunConfig, ranks: int, registry: Registry) -> bool:
-    """Train on so many ranks, under the agent of `torchrun` in this process; False if it failed, after one line that
-    says why.
+    """Train on `ranks` ranks, under the agent of `torchrun` in this process. Returns False if training failed, after
+    printing one line with the cause.
 
     Ranks without a GPU are forked: they need not import torch, which takes most of a start. A forked process cannot use
     CUDA if its parent has, so ranks with a GPU are processes of `ddp-lab train`.
@@ -43,8 +43,9 @@ def start_ranks(config: RunConfig, ranks: int, registry: Registry) -> bool:
         config: As the ranks can train with it (`ddp_lab.runtime.entrypoint.configured`).
 
     Raises:
-        Stopped: a signal has ended it; says whether a rank has said so.
+        Stopped: a signal has ended it; tells whether a rank has printed so.
     """
+    # imports, before ranks are forked
     forks, label = not sees_gpu(), config.label
     with long_phases_said(label), during("starting the ranks"):  # which say what they import
         from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -55,6 +56,7 @@ def start_ranks(config: RunConfig, ranks: int, registry: Registry) -> bool:
 
         if forks:
             import ddp_lab.runtime.run  # noqa: F401
+    # the agent, and its failures in one line
     require_not_stopped()
     logging.disable(logging.ERROR)  # torchrun logs that a rank failed, but not why
     try:

@@ -77,7 +77,7 @@ class Allocations:
     @property
     def peak(self) -> int:
         """The most bytes of tensors at one time."""
-        return max(held for _, held in self.tensors)
+        return max(nbytes for _, nbytes in self.tensors)
 
 
 def allocations_of(profiler: profile, device_type: str = "cpu", at_start: int = 0) -> Allocations:
@@ -106,13 +106,13 @@ def allocations_of(profiler: profile, device_type: str = "cpu", at_start: int = 
 
 def workspace_changes(reports: Sequence[Any]) -> list[int]:
     """For each report of an allocator, in order, by how many bytes it changes what workspaces take."""
-    changes, made = [0] * len(reports), dict[int, int]()
+    changes, workspaces = [0] * len(reports), dict[int, int]()
     for index, event in enumerate(reports):
         pointer, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:
-            made[pointer] = index
-        elif pointer in made:
-            first = made.pop(pointer)
+            workspaces[pointer] = index
+        elif pointer in workspaces:
+            first = workspaces.pop(pointer)
             operator = allocating_operator(reports[first])
             if operator is not None and event.start_time_ns <= operator.end_time_ns:
                 changes[first], changes[index] = -size, size

@@ -154,26 +154,26 @@ def build_timeline(
         phases: Start (ns), end (ns) and name.
         curve: `Allocations.tensors`. Its first time is before everything else.
     """
-    kept = sorted(marks, key=lambda index: marks[index])
-    begin = marks[kept[0]][1]
-    ends = [marks[index][1] for index in kept]
+    order = sorted(marks, key=lambda index: marks[index])
+    begin = marks[order[0]][1]
+    ends = [marks[index][1] for index in order]
     spent = [0]  # ns that samples before each one took
-    for index in kept:
+    for index in order:
         spent.append(spent[-1] + marks[index][1] - marks[index][0])
 
     def ms(moment: int) -> float:
         return round((moment - begin - spent[bisect.bisect_right(ends, moment)] + spent[1]) / 1e6, 3)
 
     times = [moment for moment, _ in curve]
-    rows, seen, allocated = [], 1, curve[0][1]
-    for index in kept:
-        where, held = moments[index]
+    rows, next_point, allocated = [], 1, curve[0][1]
+    for index in order:
+        where, nbytes = moments[index]
         start, end = (bisect.bisect_right(times, moment) for moment in marks[index])
-        highest = max([allocated, *(value for _, value in curve[seen:start])])
-        allocated, seen = curve[end - 1][1], end
+        highest = max([allocated, *(value for _, value in curve[next_point:start])])
+        allocated, next_point = curve[end - 1][1], end
         highest = max(highest, allocated)
-        row = {"ms": ms(marks[index][0]) if index != kept[0] else 0.0, "where": where}
-        row |= {f"{component}_bytes": held[component] for component in COMPONENTS}
+        row = {"ms": ms(marks[index][0]) if index != order[0] else 0.0, "where": where}
+        row |= {f"{component}_bytes": nbytes[component] for component in COMPONENTS}
         rows.append(row | {"allocated_bytes": allocated, "highest_bytes": highest})
     spans = [{"name": name, "start_ms": ms(start), "end_ms": ms(end)} for start, end, name in phases]
     return {name: [row[name] for row in rows] for name in rows[0]} | {"phases": spans}
@@ -181,7 +181,7 @@ def build_timeline(
 
 def model_states(timeline: dict[str, Any]) -> list[int]:
     """Bytes of all components together, for each sample."""
-    return [sum(held) for held in zip(*(timeline[f"{component}_bytes"] for component in COMPONENTS), strict=True)]
+    return [sum(nbytes) for nbytes in zip(*(timeline[f"{component}_bytes"] for component in COMPONENTS), strict=True)]
 
 
 def peaks_of(timeline: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def phase_at(phases: Sequence[dict[str, Any]], ms: float) -> str:
     """For example `forward`, `backward 2 of 2` if there are several, or `between phases`."""
     for index, phase in enumerate(phases):
         if phase["start_ms"] <= ms <= phase["end_ms"]:
-            same = [other for other, one in enumerate(phases) if one["name"] == phase["name"]]
+            same = [index for index, candidate in enumerate(phases) if candidate["name"] == phase["name"]]
             return phase["name"] if len(same) == 1 else f"{phase['name']} {same.index(index) + 1} of {len(same)}"
     return "between phases"
 
@@ -213,10 +213,10 @@ def thinned(timeline: dict[str, Any], most: int = MOST_SAMPLES) -> dict[str, Any
     stride = -(-len(highest) // most)
     columns = {name: values for name, values in timeline.items() if name != "phases"}
     totals = [model_states(timeline), *(values for name, values in columns.items() if name.endswith("_bytes"))]
-    kept = {0, len(highest) - 1} | {values.index(max(values)) for values in totals}
+    indices = {0, len(highest) - 1} | {values.index(max(values)) for values in totals}
     for start in range(0, len(highest), stride):
-        kept.add(max(range(start, min(start + stride, len(highest))), key=highest.__getitem__))
-    order = sorted(kept)
+        indices.add(max(range(start, min(start + stride, len(highest))), key=highest.__getitem__))
+    order = sorted(indices)
     result = {name: [values[index] for index in order] for name, values in columns.items()}
     result["highest_bytes"] = [
         max(highest[before + 1 : index + 1]) for before, index in zip([-1, *order[:-1]], order, strict=True)

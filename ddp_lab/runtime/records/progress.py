@@ -49,12 +49,12 @@ def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callab
             task = progress.add_task(choice, total=steps, state="starting")
             yield lambda result: progress.update(task, completed=len(result.loss), state=describe(result))
     else:
-        every = max(1, steps // PLAIN_LINES)
+        interval = max(1, steps // PLAIN_LINES)
 
         def print_line(result: TrainingResult) -> None:
-            done = len(result.loss)
-            if done in (1, steps) or done % every == 0:
-                print(f"{choice}  step {done}/{steps}  {describe(result)}", flush=True)
+            steps_done = len(result.loss)
+            if steps_done in (1, steps) or steps_done % interval == 0:
+                print(f"{choice}  step {steps_done}/{steps}  {describe(result)}", flush=True)
 
         yield print_line
 
@@ -91,11 +91,11 @@ def summary_line(label: str, record: dict[str, Any], path: str) -> str:
     return ", ".join(parts) + f"; record: {path}"
 
 
-def compiled(made: dict[str, Any]) -> str:
+def compiled(stats: dict[str, Any]) -> str:
     """What was compiled, e.g. `2 graphs compiled in 31 s, 1 of them again, no graph breaks`."""
-    graphs, again, breaks = made["graphs"], sum(made["recompilations"].values()), sum(made["graph_breaks"].values())
-    said = f"{graphs} graph{'s' * (graphs != 1)} compiled in {made['seconds']:.0f} s, {again} of them again"
-    return f"{said}, {breaks or 'no'} graph break{'s' * (breaks != 1)}"
+    graphs, again, breaks = stats["graphs"], sum(stats["recompilations"].values()), sum(stats["graph_breaks"].values())
+    line = f"{graphs} graph{'s' * (graphs != 1)} compiled in {stats['seconds']:.0f} s, {again} of them again"
+    return f"{line}, {breaks or 'no'} graph break{'s' * (breaks != 1)}"
 
 
 def leave_config(run: RunSoFar, world_size: int) -> None:
@@ -117,9 +117,9 @@ def leave_stopped(run: RunSoFar, steps: int, checkpoint: Path) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    done, path = len(run.result.loss), choice_folder(run.config) / f"{run.run_id}.run.json"
-    message = f"stopped by SIGUSR1 after step {done} of {steps}; checkpoint: {checkpoint}"
-    write_json(path, run.record(Ending(STOPPED, step=done, message=message)))
+    steps_done, path = len(run.result.loss), choice_folder(run.config) / f"{run.run_id}.run.json"
+    message = f"stopped by SIGUSR1 after step {steps_done} of {steps}; checkpoint: {checkpoint}"
+    write_json(path, run.record(Ending(STOPPED, step=steps_done, message=message)))
     print(f"{run.config.label}: {message}; --resume continues; record: {path}", flush=True)
 
 

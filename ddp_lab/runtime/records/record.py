@@ -54,10 +54,10 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
         step_memory: What `memory_timeline.record_step_memory` has just returned.
     """
     expected = strategy.expected_memory(size)
-    mine = {
+    own_row = {
         "rank": dist.get_rank(),
-        **{f"{component}_bytes": held for component, held in strategy.memory_breakdown().items()},
-        **{f"expected_{component}_bytes": held for component, held in expected.items()},
+        **{f"{component}_bytes": nbytes for component, nbytes in strategy.memory_breakdown().items()},
+        **{f"expected_{component}_bytes": nbytes for component, nbytes in expected.items()},
         "host_bytes": strategy.host_bytes(),
         "expected_host_bytes": strategy.expected_host_bytes(size),
         **(step_memory or dict.fromkeys(STEP_MEMORY)),
@@ -65,7 +65,7 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
         "limit_bytes": limit_bytes(strategy.device),
     }
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
+    dist.all_gather_object(rows, own_row)
     return rows
 
 
@@ -89,8 +89,8 @@ def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict
     amounts = {
         "samples": sum(samples for _, samples, _, _ in timed),
         "tokens": sum(tokens for _, _, tokens, _ in timed),
-        "own_samples": sum(own[0] for *_, own in timed),
-        "own_tokens": sum(own[1] for *_, own in timed),
+        "own_samples": sum(counts[0] for *_, counts in timed),
+        "own_tokens": sum(counts[1] for *_, counts in timed),
     }
     return {
         "step_time_median_s": statistics.median(seconds for seconds, *_ in timed) if timed else None,

@@ -116,7 +116,7 @@ class RunSoFar:
         traffic = self._begun.strategy.expected_traffic(self.config.grad_accum_steps, clips)
         rank = self._begun.ranks.rank if self._begun.strategy.is_in_pipeline else None
         named = on_mesh(traffic, Mesh.parse(self.config.mesh) if self.config.mesh else None)
-        return [replace(one, rank=rank) for one in named]
+        return [replace(collective, rank=rank) for collective in named]
 
     @property
     def _untimed(self) -> tuple[int, int]:
@@ -133,12 +133,12 @@ class RunSoFar:
         """
         statistics, ranks, result = self._statistics(), self._begun.ranks, self.result.whole_steps()
         timed, names = timed_steps(result, *self._untimed), ("samples_per_second", "tokens_per_second")
-        mine: dict[str, Any] = {"rank": ranks.rank} | {name: statistics[f"own_{name}"] for name in names}
-        mine |= waits(result, timed, ranks.device.type == "cuda")
+        own_row: dict[str, Any] = {"rank": ranks.rank} | {name: statistics[f"own_{name}"] for name in names}
+        own_row |= waits(result, timed, ranks.device.type == "cuda")
         came = {} if self._begun.strategy.is_in_pipeline else arrivals(result, timed, self.latest_collectives())
-        told: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(told, (mine, socket.gethostname(), came))
-        rows, hosts, calls = zip(*told, strict=True)
+        all_rows: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(all_rows, (own_row, socket.gethostname(), came))
+        rows, hosts, calls = zip(*all_rows, strict=True)
         self.throughput = [row | {"late_s": late_s} for row, late_s in zip(rows, lateness(calls, hosts), strict=True)]
         self._traffic = self._expected_traffic()
         if self._begun.strategy.is_in_pipeline:
@@ -154,14 +154,16 @@ class RunSoFar:
     def record(self, ending: Ending) -> dict[str, Any]:
         """The run record; `docs/run-record.md` explains each field. Training must have begun.
 
-        A run that ends early records the traffic that was expected after its last step, of stages that of this rank:
-        its training thread may be stuck in a collective, and then nobody can be asked.
+        A run that ends early records the traffic that was expected after its last step, and only this rank's stages:
+        its training thread may be stuck in a collective, so other ranks cannot be asked.
         """
+        # what began, and the steps so far
         ranks, strategy, optimizer, size, workload, flops = self._begun
         result = self.result.whole_steps()
         statistics, has_tokens = self._statistics(), any(result.tokens)
         rate = statistics["samples_per_second"]
         link = Link.parse(self.config.link)
+        # the machine, the settings, the steps, and what came of them
         record = RunRecord(
             choice=self.config.choice,
             run_id=self.run_id,
@@ -227,17 +229,17 @@ class RunSoFar:
     def report(self, ending: Ending, reports: Mapping[int, RankReport] | None = None) -> None:
         """Print how the run ended in one line, and write its traceback and its record, which is there once training has
         begun. `torchrun` shows the line in its summary."""
-        began_s = min((one.reason.time_s for one in (reports or {}).values() if one.reason), default=None)
+        began_s = min((report.reason.time_s for report in (reports or {}).values() if report.reason), default=None)
         if ending.how == INTERRUPTED and self._setup is not None:
             place = f"{ending.message}, after step {self.step} of {self.steps}"
             ending = replace(ending, step=self.step, message=place)
-        said = f"error: {self.config.label}: {ending.message}"
+        line = f"error: {self.config.label}: {ending.message}"
         if ending.traceback:
-            said += self._left("traceback", "traceback.txt", ending.traceback)
+            line += self._left("traceback", "traceback.txt", ending.traceback)
         if self._setup is not None:
-            said += self._left("record", "run.json", to_json(self.record(ending)))
-        tell_torchrun(said, began_s)
-        print(said, file=sys.stderr, flush=True)
+            line += self._left("record", "run.json", to_json(self.record(ending)))
+        tell_torchrun(line, began_s)
+        print(line, file=sys.stderr, flush=True)
 
     def _left(self, what: str, suffix: str, text: str) -> str:
         """Write a file of a run that ends early, and say where: elsewhere if its own disk is full."""

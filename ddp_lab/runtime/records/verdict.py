@@ -21,7 +21,7 @@ class Finding(NamedTuple):
     """`share`: of a step, by which findings are ordered."""
 
     share: float
-    said: str
+    sentence: str
     advice: str
 
 
@@ -34,9 +34,10 @@ def verdict(record: Row) -> list[str]:
     rows: list[Row] = record["throughput"]
     if not rows:
         return []
-    found = [*judged(record, rows), *near_limit(record["memory"])]
-    first = next((one for one in found if one.share), found[-1])  # memory has no share of a step, and something to try
-    return ["; ".join(one.said for one in found), first.advice]
+    findings = [*judged(record, rows), *near_limit(record["memory"])]
+    # memory has no share of a step, but its advice helps
+    first = next((finding for finding in findings if finding.share), findings[-1])
+    return ["; ".join(finding.sentence for finding in findings), first.advice]
 
 
 def judged(record: Row, rows: Sequence[Row]) -> list[Finding]:
@@ -44,34 +45,36 @@ def judged(record: Row, rows: Sequence[Row]) -> list[Finding]:
     steps = record["step_time_s"][(record["resumed_from"] or {"step": 0})["step"] :]
     timed = sum(seconds is not None for seconds in steps[max(1, record["settling_steps"]) :])
     if timed < FEWEST_STEPS:
-        said = f"unknown: {timed} of {len(steps)} steps are timed, without the first ones and those under the profiler"
-        return [Finding(0, said, "more steps (--max-steps), or --no-profile")]
+        sentence = (
+            f"unknown: {timed} of {len(steps)} steps are timed, without the first ones and those under the profiler"
+        )
+        return [Finding(0, sentence, "more steps (--max-steps), or --no-profile")]
     if record["gpu_sharing"]:
-        said = "withheld: ranks share a GPU, so times are not those of as many GPUs"
-        return [Finding(0, said, "a GPU for each rank")]
+        sentence = "withheld: ranks share a GPU, so times are not those of as many GPUs"
+        return [Finding(0, sentence, "a GPU for each rank")]
     core = max(row["core_s"] / row["step_s"] for row in rows)
     limits = [*late(rows), *on_gpu(rows), *on_cpu(rows, core)]
-    limits = sorted((one for one in limits if one.share >= max(WORTH_NAMING, core)), reverse=True)
+    limits = sorted((finding for finding in limits if finding.share >= max(WORTH_NAMING, core)), reverse=True)
     if limits or core < BUSY:
         return limits or [nothing(record, rows, core)]
-    said = f"withheld: a training thread could run but had no core for {core:.0%} of a step; "
-    said += f"the machine is busy, or has too few cores for {len(rows)} ranks"
-    return [Finding(0, said, "again without other programs, or with fewer ranks than cores")]
+    sentence = f"withheld: a training thread could run but had no core for {core:.0%} of a step; "
+    sentence += f"the machine is busy, or has too few cores for {len(rows)} ranks"
+    return [Finding(0, sentence, "again without other programs, or with fewer ranks than cores")]
 
 
 def late(rows: Sequence[Row]) -> Iterator[Finding]:
     """The rank for which the others wait; its own lateness counts as far as no other rank comes near it."""
-    known = sorted((row for row in rows if row["late_s"] is not None), key=lambda row: row["late_s"])
-    if len(known) < 2:
+    timed = sorted((row for row in rows if row["late_s"] is not None), key=lambda row: row["late_s"])
+    if len(timed) < 2:
         return
-    worst, late_s = known[-1], known[-1]["late_s"]
-    said = f"rank {worst['rank']} is a straggler: it comes last, by {part(late_s, worst)}"
-    longer_s = worst["data_s"] - max(row["data_s"] for row in known[:-1])
+    worst, late_s = timed[-1], timed[-1]["late_s"]
+    sentence = f"rank {worst['rank']} is a straggler: it comes last, by {part(late_s, worst)}"
+    longer_s = worst["data_s"] - max(row["data_s"] for row in timed[:-1])
     advice = f"the report shows what rank {worst['rank']} did meanwhile: {REPORT}"
     if longer_s >= late_s / 2:
-        said += f", and loads data {1000 * longer_s:,.0f} ms longer"
+        sentence += f", and loads data {1000 * longer_s:,.0f} ms longer"
         advice = f"look at the samples and the disk of rank {worst['rank']}"
-    yield Finding((late_s - known[-2]["late_s"]) / worst["step_s"], said, advice)
+    yield Finding((late_s - timed[-2]["late_s"]) / worst["step_s"], sentence, advice)
 
 
 def on_cpu(rows: Sequence[Row], core: float) -> Iterator[Finding]:
@@ -81,12 +84,12 @@ def on_cpu(rows: Sequence[Row], core: float) -> Iterator[Finding]:
     yield loading(rows)
     least = min(rows, key=lambda row: share(row, "collectives_s"))
     if least["collectives_s"] is not None and core < BUSY:
-        said = (
+        sentence = (
             f"exposed communication: waiting in collectives takes {part(least['collectives_s'], least)}, even on rank "
         )
-        said += f"{least['rank']}, which waits least"
+        sentence += f"{least['rank']}, which waits least"
         advice = "a choice that overlaps or sends less (ddp-lab sweep compares them), or more --grad-accum-steps"
-        yield Finding(share(least, "collectives_s"), said, advice)
+        yield Finding(share(least, "collectives_s"), sentence, advice)
 
 
 def on_gpu(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -97,49 +100,51 @@ def on_gpu(rows: Sequence[Row]) -> Iterator[Finding]:
     if loading(rows).share >= WORTH_NAMING:
         yield loading(rows)
         return
-    said = f"host-bound: rank {least['rank']} waits for its GPU only {part(least['device_s'], least)}"
-    yield Finding(1 - share(least, "device_s"), said, "larger micro-batches (--global-batch-size), or --compile")
+    sentence = f"host-bound: rank {least['rank']} waits for its GPU only {part(least['device_s'], least)}"
+    yield Finding(1 - share(least, "device_s"), sentence, "larger micro-batches (--global-batch-size), or --compile")
 
 
 def loading(rows: Sequence[Row]) -> Finding:
     """What every rank spends on data; what one spends more makes it late."""
     least = min(rows, key=lambda row: share(row, "data_s"))
-    said = f"input-bound: loading data takes {part(least['data_s'], least)}, even on rank {least['rank']}, the quickest"
+    sentence = (
+        f"input-bound: loading data takes {part(least['data_s'], least)}, even on rank {least['rank']}, the quickest"
+    )
     advice = "make samples ready before training, and collate cheap: both run on the training thread"
-    return Finding(share(least, "data_s"), said, advice)
+    return Finding(share(least, "data_s"), sentence, advice)
 
 
 def near_limit(memory: Sequence[Row]) -> Iterator[Finding]:
     """The rank whose memory is nearest to the most that it may hold."""
-    held = {row["rank"]: (row["peak_reserved_bytes"] or row["peak_rss_bytes"], row["limit_bytes"]) for row in memory}
-    rank = max(held, key=lambda one: held[one][0] / held[one][1])
-    peak, limit = held[rank]
+    usage = {row["rank"]: (row["peak_reserved_bytes"] or row["peak_rss_bytes"], row["limit_bytes"]) for row in memory}
+    rank = max(usage, key=lambda member: usage[member][0] / usage[member][1])
+    peak, limit = usage[rank]
     if peak >= NEAR * limit:
-        said = f"memory is near the limit: rank {rank} held {peak / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+        sentence = f"memory is near the limit: rank {rank} held {peak / 2**30:.1f} of {limit / 2**30:.1f} GiB"
         advice = "--activation-checkpointing block, smaller micro-batches (--grad-accum-steps), or a choice that shards"
-        yield Finding(0, said, advice)
+        yield Finding(0, sentence, advice)
 
 
 def nothing(record: Row, rows: Sequence[Row], core: float) -> Finding:
     """No part but compute is worth naming, as far as is known."""
-    known = [f"loading data takes at most {max(share(row, 'data_s') for row in rows):.0%}"]
+    clauses = [f"loading data takes at most {max(share(row, 'data_s') for row in rows):.0%}"]
     if all(row["late_s"] is not None for row in rows) and len(rows) > 1:
-        known.append("no rank stands out as late")
+        clauses.append("no rank stands out as late")
     what = "nothing stands out"
     if rows[0]["device_s"] is not None:
         device = min(share(row, "device_s") for row in rows)
         what = f"GPU-bound: each host waits for its GPU for {device:.0%} of a step or more"
-        known.append("how much of it is communication, traces tell")
+        clauses.append("how much of it is communication, traces tell")
     elif any(row["collectives_s"] is None for row in rows):
-        known.append("what collectives cost, traces tell, since C++ waits for them")
+        clauses.append("what collectives cost, traces tell, since C++ waits for them")
     else:
         sent = min(share(row, "collectives_s") for row in rows)
         what = "compute-bound" if core < WORTH_NAMING else what
-        known.append(f"waiting in collectives takes {sent:.0%} on the rank that waits least")
+        clauses.append(f"waiting in collectives takes {sent:.0%} on the rank that waits least")
     if core >= WORTH_NAMING:
-        known.append(f"a thread had no core for {core:.0%}, which may explain what is shorter")
+        clauses.append(f"a thread had no core for {core:.0%}, which may explain what is shorter")
     advice = REPORT if not record["config"]["no_profile"] else "a profile (without --no-profile) and its report"
-    return Finding(0, "; ".join([what, *known]), advice)
+    return Finding(0, "; ".join([what, *clauses]), advice)
 
 
 def share(row: Row, name: str) -> float:

@@ -18,10 +18,10 @@ Place = tuple[int, str, int]
 def waits(result: TrainingResult, steps: Sequence[int], on_gpu: bool) -> dict[str, float | None]:
     """The times of this rank in `throughput` of the run record, but for `late_s`: means over `steps`, in seconds. None
     is what is not known."""
-    host = [found for step in steps if (found := result.host[step]) is not None]
+    host = [times for step in steps if (times := result.host[step]) is not None]
     if not host:
         return dict.fromkeys(("step_s", "data_s", "collectives_s", "device_s", "core_s"))
-    sums = {name: sum(one.get(name, 0.0) for one in host) for name in {name for one in host for name in one}}
+    sums = {name: sum(times.get(name, 0.0) for times in host) for name in {name for times in host for name in times}}
     means = defaultdict(float, {name: total / len(host) for name, total in sums.items()})
     is_seen = means["awaited"] >= AWAITED * means["issued"]
     return {
@@ -36,7 +36,7 @@ def waits(result: TrainingResult, steps: Sequence[int], on_gpu: bool) -> dict[st
 def arrivals(result: TrainingResult, steps: Sequence[int], calls: Sequence[Call]) -> dict[Place, float]:
     """When this rank issued each collective of `steps`, in seconds since the epoch, as far as its recorder holds them.
     Steps whose beginning it has overwritten are left out."""
-    found: dict[Place, float] = {}
+    arrival_s: dict[Place, float] = {}
     times = [call.time_s for call in calls]
     for step in steps:
         host, length_s = result.host[step], result.step_time_s[step]
@@ -44,8 +44,8 @@ def arrivals(result: TrainingResult, steps: Sequence[int], calls: Sequence[Call]
             continue
         for call in calls:
             if call.kind not in ENDS and 0 <= call.time_s - host["began"] <= length_s:
-                found[step, call.group, call.seq] = call.time_s
-    return found
+                arrival_s[step, call.group, call.seq] = call.time_s
+    return arrival_s
 
 
 def lateness(ranks: Sequence[Mapping[Place, float]], hosts: Sequence[str]) -> list[float | None]:
@@ -59,9 +59,9 @@ def lateness(ranks: Sequence[Mapping[Place, float]], hosts: Sequence[str]) -> li
     for call in {call for calls in ranks for call in calls}:
         times = sorted((calls[call], rank) for rank, calls in enumerate(ranks) if call in calls)
         if len(times) > 1:
-            (last_s, rank), others = times[-1], [time_s for time_s, _ in times[:-1]]
+            (last_s, rank), earlier_s = times[-1], [time_s for time_s, _ in times[:-1]]
             by_rank = latest[call[0]]
-            by_rank[rank] = max(by_rank[rank], last_s - statistics.median_high(others))
+            by_rank[rank] = max(by_rank[rank], last_s - statistics.median_high(earlier_s))
     if len(set(hosts)) > 1 or len(latest) < FEWEST_STEPS:
         return [None] * len(ranks)
     return [statistics.fmean(of_rank) for of_rank in zip(*latest.values(), strict=True)]

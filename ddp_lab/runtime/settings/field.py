@@ -25,7 +25,7 @@ class Condition(NamedTuple):
     """What a flag may need or exclude.
 
     Attributes:
-        text: The settings under which it holds, as it stands behind "must be with" or "must be without".
+        text: The settings under which it holds, as it follows "must be with" or "must be without".
         names: Fields. It holds if `test` does for the value of one of them.
         reason: Why, for the user.
         of: The flag's values that it is about. Default: all but the flag's default.
@@ -51,7 +51,7 @@ def given(*names: str) -> Condition:
 
 
 def has_value(name: str, value: str) -> Condition:
-    return Condition(f"{flag_name(name)} {value}", (name,), lambda other: bool(other == value))
+    return Condition(f"{flag_name(name)} {value}", (name,), lambda setting: bool(setting == value))
 
 
 def flag(
@@ -144,9 +144,9 @@ def check_combinations(fields: "Sequence[dataclasses.Field[Any]]", values: Mappi
             is_needed = condition in about["needs"]
             if is_needed != any(condition.test(values[name]) for name in condition.names):
                 on_mesh = "--mesh and " if "mesh" in condition.names else ""
-                wanted = f"with {on_mesh}{condition.text}" if is_needed else f"without {condition.text}"
-                wanted += f", {condition.reason}" if condition.reason else ""
-                require(False, flag_name(field.name), "" if value is True else value, wanted)
+                requirement = f"with {on_mesh}{condition.text}" if is_needed else f"without {condition.text}"
+                requirement += f", {condition.reason}" if condition.reason else ""
+                require(False, flag_name(field.name), "" if value is True else value, requirement)
 
 
 def argument(read: Callable[[str], T]) -> Callable[[str], T]:

@@ -202,10 +202,10 @@ class ProfilingSettings:
 
         Fewer windows come first, then less waiting, then fewer steps in the window. A step to warm up stays if it can.
         """
-        needed, left = self.profile_steps(settling_steps), steps - settling_steps
-        if self.no_profile or needed <= steps:
+        steps_needed, steps_left = self.profile_steps(settling_steps), steps - settling_steps
+        if self.no_profile or steps_needed <= steps:
             return self, ""
-        if left < 1:
+        if steps_left < 1:
             settling = f", of which {settling_steps} settle" if settling_steps else ""
             return replace(self, no_profile=True), f"{steps} steps{settling}: none is left to profile"
         repeat = (steps - self.steps_before_profile(settling_steps)) // self._window_steps
@@ -216,8 +216,8 @@ class ProfilingSettings:
             wait = min(self.profile_wait, steps - active - warmup)
             shorter |= {"profile_wait": wait, "profile_warmup": warmup, "profile_active": active}
         instead = " ".join(f"{flag_name(name)} {value}" for name, value in shorter.items())
-        said = f"{steps} steps, and the profile would end after {needed}: so {instead}"
-        return replace(self, **shorter), said
+        note = f"{steps} steps, and the profile would end after {steps_needed}: so {instead}"
+        return replace(self, **shorter), note
 
     def steps_before_profile(self, settling_steps: int) -> int:
         """Optimizer steps before the schedule begins, so that the strategy has settled before the first window."""

@@ -117,7 +117,9 @@ def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames 
     """
     aborted = [rank for rank, report in reports.items() if _aborted_by_nccl(report)]
     waited = ExitReason.now("timeout", "NCCL aborted it")
-    reports = {r: replace(one, reason=waited, is_gone=False) if r in aborted else one for r, one in reports.items()}
+    reports = {
+        r: replace(report, reason=waited, is_gone=False) if r in aborted else report for r, report in reports.items()
+    }
     reasons = {rank: report.reason for rank, report in reports.items() if report.reason is not None}
 
     def ranks_with(*kinds: str) -> list[int]:
@@ -148,8 +150,8 @@ def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames 
 def _aborted_by_nccl(report: RankReport) -> bool:
     """Whether a process is gone because NCCL's watchdog aborted it (or a collective did, when the watchdog had failed)
     while its device waited. The watchdog's thread is none of Python's, so no thread is the current one then."""
-    awaited, (first, _, rest) = report.state.awaited, report.crash.partition("\n")
-    _, is_of_python, stack = rest.partition("Current thread ")
+    awaited, (first, _, lines) = report.state.awaited, report.crash.partition("\n")
+    _, is_of_python, stack = lines.partition("Current thread ")
     is_torchs = not is_of_python or "torch/distributed/" in "".join(stack.splitlines()[1:2])
     is_open = awaited is not None and awaited.state in (QUEUED, STARTED)
     return report.is_gone and report.reason is None and first == "Fatal Python error: Aborted" and is_open and is_torchs
@@ -216,16 +218,16 @@ def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Endin
     for _ in reports:
         awaited = states[waiting].awaited
         members = [rank for rank in reports if rank in ((awaited and ranks_of(awaited.group)) or reports)]
-        others = [rank for rank in members if rank not in (*timed_out, waiting)]
-        late = behind(issued, awaited) if awaited is not None else others
-        missing = [rank for rank in others if rank in late]
+        other_ranks = [rank for rank in members if rank not in (*timed_out, waiting)]
+        late = behind(issued, awaited) if awaited is not None else other_ranks
+        missing = [rank for rank in other_ranks if rank in late]
         on_device: list[int] = []
         if not missing and awaited is not None and awaited.state in ON_DEVICE:
             place = awaited.group, awaited.seq
             at_it = {rank: call for rank, calls in issued.items() for call in calls if (call.group, call.seq) == place}
             missing = on_device = slow_devices(at_it)
         elif not missing:
-            missing = others
+            missing = other_ranks
         idle = [rank for rank in missing if not states[rank].waits_for]
         if stopped or on_device or idle or not missing:
             break

@@ -231,7 +231,7 @@ class FlightRecorder:
     # The owner writes --------------------------------------------------------------------------------------------
 
     def keep_crashes(self) -> None:
-        """Let Python write behind the page when the process crashes."""
+        """Let Python write after the page when the process crashes."""
         os.lseek(self._descriptor, CRASH_OFFSET, os.SEEK_SET)
         faulthandler.enable(file=self._descriptor)
 

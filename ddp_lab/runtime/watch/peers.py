@@ -37,17 +37,17 @@ class Peers:
         self._store = dist.PrefixStore("ddp-lab", _get_default_store().clone())
         self._store.set_timeout(timedelta(seconds=60))
         recorders = told_through(self._store, "recorder", rank, world_size, f"{node_name()} {flight.path}")
-        for other, recorder in enumerate(recorders):
+        for peer, recorder in enumerate(recorders):
             node, path = recorder.split(" ", 1)
-            if other != rank and node == node_name():
+            if peer != rank and node == node_name():
                 with suppress(OSError):
-                    self._here[other] = FlightRecorder.open(Path(path))
+                    self._here[peer] = FlightRecorder.open(Path(path))
         host_barrier()
         flight.unlink()
         self._store.set_timeout(timedelta(seconds=3))
         self._ask_at, self._compared = 0.0, list[int]()
         self._suspected: Mismatch | None = None
-        self._elsewhere = [other for other in range(world_size) if other not in {rank, *self._here}]
+        self._elsewhere = [peer for peer in range(world_size) if peer not in {rank, *self._here}]
 
     def has_one_ended(self) -> bool:
         """Whether another rank ends, or has ended, before the run is completed. About other nodes, the store is asked
@@ -82,11 +82,11 @@ class Peers:
                 self._store.set(f"report/{rank}", msgspec.json.encode(report).decode())
                 self._store.set("ended", "")
 
-    def collect(self, own: RankReport) -> dict[int, RankReport]:
+    def collect(self, own_report: RankReport) -> dict[int, RankReport]:
         """The reports of all ranks, once each has given a reason or is gone, or time is up."""
         deadline = time.monotonic() + SETTLE_S
         while True:
-            reports = {self._rank: own}
+            reports = {self._rank: own_report}
             reports |= {rank: report_of(flight) for rank, flight in self._here.items()}
             reports |= {rank: self._published(rank) for rank in self._elsewhere}
             if all(report.reason or report.is_gone for report in reports.values()) or time.monotonic() > deadline:

@@ -78,7 +78,7 @@ class CollectiveRecorder:
             return
         members, what = Ranks(dist.get_process_group_ranks(group)), description(group)
         self._groups.append((group, members))
-        number = sum((members, what) == (ranks, description(made)) for made, ranks in self._groups)
+        number = sum((members, what) == (ranks, description(group)) for group, ranks in self._groups)
         timeouts: dict[str, float] = {}
         for device in group._device_types:
             backend = group._get_backend(device)
@@ -107,7 +107,7 @@ class CollectiveRecorder:
     def _alike(self, group: dist.ProcessGroup) -> list[str]:
         """Names of the groups with the same ranks."""
         members = tuple(dist.get_process_group_ranks(group))
-        return [made.group_name for made, ranks in self._groups if ranks == members]
+        return [group.group_name for group, ranks in self._groups if ranks == members]
 
     def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup) -> SequenceError | None:
         """See `gradient_watch.agree_on_sequence`."""

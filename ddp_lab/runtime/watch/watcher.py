@@ -156,9 +156,9 @@ class Watcher:
     def _end(self, reason: ExitReason) -> None:
         peers, state = self._peers, self.flight.state()
         self.flight.set_exit_reason(reason)
-        own = RankReport(state, reason)
-        peers.publish(self._rank, own)
-        reports = peers.collect(own)
+        own_report = RankReport(state, reason)
+        peers.publish(self._rank, own_report)
+        reports = peers.collect(own_report)
         silent = peers.silent(reports)
         for rank, report in silent.items():
             if report.is_gone:

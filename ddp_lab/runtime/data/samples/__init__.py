@@ -26,9 +26,9 @@ class Review(TypedDict):
 def reviews(count: int, held_out: int) -> tuple[list[Review], list[Review]]:
     """So many to train on, and held-out ones. Where more are asked for than there are, they repeat."""
     rows = [line.split("\t") for line in _text("reviews").splitlines()]
-    every: list[Review] = [{"label": int(label), "text": text} for label, text in rows]
-    train, others = every[:TRAINING_REVIEWS], every[TRAINING_REVIEWS:]
-    return [train[i % len(train)] for i in range(count)], [others[i % len(others)] for i in range(held_out)]
+    samples: list[Review] = [{"label": int(label), "text": text} for label, text in rows]
+    train, evaluation = samples[:TRAINING_REVIEWS], samples[TRAINING_REVIEWS:]
+    return [train[i % len(train)] for i in range(count)], [evaluation[i % len(evaluation)] for i in range(held_out)]
 
 
 def prose() -> tuple[list[str], list[str]]:
