@@ -76,15 +76,13 @@ def with_messages(compute: Iterable[Action], shape: Shape) -> list[Action]:
     that the message travels while the rank computes.
     """
     actions: list[Action] = []
-    latest_start = 0  # where the latest action that computes begins
+    start = 0  # where the latest action that computes begins
     for action in compute:
         received, sent = messages_of(action, shape)
         if received:
-            made_before = (
-                latest_start < len(actions) and actions[latest_start][1:] == action[1:]
-            )  # `action` is its gradient
-            actions.insert(len(actions) if made_before else latest_start, received)
-        latest_start = len(actions)
+            made_before = start < len(actions) and actions[start][1:] == action[1:]  # `action` is its gradient
+            actions.insert(len(actions) if made_before else start, received)
+        start = len(actions)
         actions += [action, *([sent] if sent else [])]
     return actions
 

@@ -121,7 +121,7 @@ class Pipeline:
             self.tied.refresh()
         output: Any = None
         form = form_of((args, kwargs))
-        for stage in self.stages.stage_numbers:
+        for stage in self.stages.numbers:
             hidden = self._channels["activation", "in"].receive((stage, form)).tensor() if stage else None
             channel = self._channels["activation", "out"] if stage + 1 < self.shape(1).stages else None
             output = self.stages.attempt(stage, hidden, lambda: forward(*args, **kwargs), channel, (stage, form))

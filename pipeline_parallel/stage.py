@@ -84,7 +84,7 @@ class Stages:
     """The stages on this rank. Building them takes the modules of other stages out of `module`.
 
     Args:
-        stage_numbers: The stages on this rank.
+        stages: The numbers of the stages on this rank.
         places: The stage of each module of `chain`.
         tokens: With sequence parallelism, what cuts them.
 
@@ -98,18 +98,18 @@ class Stages:
         module: nn.Module,
         chain: Chain,
         places: Sequence[int],
-        stage_numbers: Sequence[int],
+        stages: Sequence[int],
         tokens: Tokens | None = None,
     ) -> None:
-        self.stage_numbers, self.tokens, self._stages = list(stage_numbers), tokens, places[-1] + 1
+        self.numbers, self.tokens, self._stages = list(stages), tokens, places[-1] + 1
         self.refusal: str | None = None
         self._current: tuple[int, Tensor | None] | None = None  # the stage that computes, and what it has received
         self._latest = -1, ""  # of the module that was called last: its stage, and its name
         placed = [(name, part, stage) for (name, part), stage in zip(chain, places, strict=True)]
-        self.parts = [part for part in placed if part[2] in stage_numbers]
+        self.parts = [part for part in placed if part[2] in stages]
         held_modules: set[Any] = {member for _, part, _ in self.parts for member in (part, *part.parameters())}
         for name, part, stage in placed:
-            if stage not in stage_numbers:
+            if stage not in stages:
                 parent, _, child = name.rpartition(".")
                 elsewhere = Elsewhere(self, name, part, stage)
                 setattr(module.get_submodule(parent), child, elsewhere)

@@ -163,10 +163,8 @@ class DeepSpeedZero(Strategy):
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
         """Optimizer states, and DeepSpeed's own copy of the parameters, which the optimizer updates."""
-        partitions = (
-            self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
-        )
-        return [*super().optimizer_tensors(), *partitions]
+        flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        return [*super().optimizer_tensors(), *flat]
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """The optimizer step frees gradients, and has an fp32 copy of this rank's part of the parameters. Stage 3 keeps

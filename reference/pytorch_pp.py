@@ -59,8 +59,8 @@ class TorchPipeline:
     def __init__(self, by_hand: Pipeline, schedule: str, make_stage: Any) -> None:
         self.begin, self.answer, self.agree = by_hand.begin, by_hand.answer, by_hand.agree
         self._schedule, self._ranks = schedule, by_hand.shape(1).ranks
-        self._modules = [StageModule(by_hand.stages, stage) for stage in by_hand.stages.stage_numbers]
-        self._make_stages = lambda: list(map(make_stage, self._modules, by_hand.stages.stage_numbers))
+        self._modules = [StageModule(by_hand.stages, stage) for stage in by_hand.stages.numbers]
+        self._make_stages = lambda: list(map(make_stage, self._modules, by_hand.stages.numbers))
         self._schedules: dict[Any, Any] = {}  # torch's schedules, by number and shape of micro-batches
 
     def step(self, batches: Any, forward: Any, loss_of: Any, backward_of: Any) -> None:

@@ -185,10 +185,8 @@ def joined(config: RunConfig) -> Ranks:
         in_turns = f" ({turns}; {share_gpu.COST_OF_TURNS})" if turns else ""
         print(f"{sharing}{in_turns}: {SHARED_GPU}", flush=True)
     elif rank == 0 and config.share_gpu:
-        reason = (
-            "each rank has a GPU of its own" if device.type == "cuda" else "no GPU here; ranks share the CPU anyway"
-        )
-        print(f"--share-gpu: {reason}", flush=True)
+        why = "each rank has a GPU of its own" if device.type == "cuda" else "no GPU here; ranks share the CPU anyway"
+        print(f"--share-gpu: {why}", flush=True)
     return Ranks(rank, size, device, backend, gpu_sharing=sharing)
 
 

@@ -145,11 +145,10 @@ def warning_of(places: Sequence[tuple[int, ...]]) -> str:
     last, first = min(places), max(places)
     if last == first:
         return ""
-    slowest, fastest = places.index(last), places.index(first)
+    slow, fast = places.index(last), places.index(first)
     return (
-        f"rank {slowest} is behind: it has done {last[0]} steps and begun {last[1]} micro-batches of the next, and "
-        f"rank {fastest} {first[0]} and {first[1]}; each rank must run as many steps, and micro-batches in them, as "
-        "the others"
+        f"rank {slow} is behind: it has done {last[0]} steps and begun {last[1]} micro-batches of the next, and rank "
+        f"{fast} {first[0]} and {first[1]}; each rank must run as many steps, and micro-batches in them, as the others"
     )
 
 

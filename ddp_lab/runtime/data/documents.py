@@ -87,11 +87,9 @@ class Source(NamedTuple):
             ]
             first = tokenizer(parts[0])["input_ids"]
             first = [ids[:-1] if ids and ids[-1] == end else ids for ids in first]  # some tokenizers end every text
-            second_parts = (
-                tokenizer(parts[1], add_special_tokens=False)["input_ids"] if len(parts) == 2 else [[]] * len(rows)
-            )
+            tails = tokenizer(parts[1], add_special_tokens=False)["input_ids"] if len(parts) == 2 else [[]] * len(rows)
             return {
-                "input_ids": [[*a, *b, end] for a, b in zip(first, second_parts, strict=True)],
+                "input_ids": [[*a, *b, end] for a, b in zip(first, tails, strict=True)],
                 "given": [len(ids) if len(parts) == 2 else 1 for ids in first],
             }
 

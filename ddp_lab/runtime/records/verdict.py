@@ -21,7 +21,7 @@ class Finding(NamedTuple):
     """`share`: of a step, by which findings are ordered."""
 
     share: float
-    sentence: str
+    text: str
     advice: str
 
 
@@ -37,7 +37,7 @@ def verdict(record: Row) -> list[str]:
     findings = [*judged(record, rows), *near_limit(record["memory"])]
     # memory has no share of a step, but its advice helps
     first = next((finding for finding in findings if finding.share), findings[-1])
-    return ["; ".join(finding.sentence for finding in findings), first.advice]
+    return ["; ".join(finding.text for finding in findings), first.advice]
 
 
 def judged(record: Row, rows: Sequence[Row]) -> list[Finding]:
@@ -45,21 +45,19 @@ def judged(record: Row, rows: Sequence[Row]) -> list[Finding]:
     steps = record["step_time_s"][(record["resumed_from"] or {"step": 0})["step"] :]
     timed = sum(seconds is not None for seconds in steps[max(1, record["settling_steps"]) :])
     if timed < FEWEST_STEPS:
-        sentence = (
-            f"unknown: {timed} of {len(steps)} steps are timed, without the first ones and those under the profiler"
-        )
-        return [Finding(0, sentence, "more steps (--max-steps), or --no-profile")]
+        text = f"unknown: {timed} of {len(steps)} steps are timed, without the first ones and those under the profiler"
+        return [Finding(0, text, "more steps (--max-steps), or --no-profile")]
     if record["gpu_sharing"]:
-        sentence = "withheld: ranks share a GPU, so times are not those of as many GPUs"
-        return [Finding(0, sentence, "a GPU for each rank")]
+        text = "withheld: ranks share a GPU, so times are not those of as many GPUs"
+        return [Finding(0, text, "a GPU for each rank")]
     core = max(row["core_s"] / row["step_s"] for row in rows)
     limits = [*late(rows), *on_gpu(rows), *on_cpu(rows, core)]
     limits = sorted((finding for finding in limits if finding.share >= max(WORTH_NAMING, core)), reverse=True)
     if limits or core < BUSY:
         return limits or [nothing(record, rows, core)]
-    sentence = f"withheld: a training thread could run but had no core for {core:.0%} of a step; "
-    sentence += f"the machine is busy, or has too few cores for {len(rows)} ranks"
-    return [Finding(0, sentence, "again without other programs, or with fewer ranks than cores")]
+    text = f"withheld: a training thread could run but had no core for {core:.0%} of a step; "
+    text += f"the machine is busy, or has too few cores for {len(rows)} ranks"
+    return [Finding(0, text, "again without other programs, or with fewer ranks than cores")]
 
 
 def late(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -68,13 +66,13 @@ def late(rows: Sequence[Row]) -> Iterator[Finding]:
     if len(timed) < 2:
         return
     worst, late_s = timed[-1], timed[-1]["late_s"]
-    sentence = f"rank {worst['rank']} is a straggler: it comes last, by {part(late_s, worst)}"
+    text = f"rank {worst['rank']} is a straggler: it comes last, by {part(late_s, worst)}"
     longer_s = worst["data_s"] - max(row["data_s"] for row in timed[:-1])
     advice = f"the report shows what rank {worst['rank']} did meanwhile: {REPORT}"
     if longer_s >= late_s / 2:
-        sentence += f", and loads data {1000 * longer_s:,.0f} ms longer"
+        text += f", and loads data {1000 * longer_s:,.0f} ms longer"
         advice = f"look at the samples and the disk of rank {worst['rank']}"
-    yield Finding((late_s - timed[-2]["late_s"]) / worst["step_s"], sentence, advice)
+    yield Finding((late_s - timed[-2]["late_s"]) / worst["step_s"], text, advice)
 
 
 def on_cpu(rows: Sequence[Row], core: float) -> Iterator[Finding]:
@@ -84,12 +82,12 @@ def on_cpu(rows: Sequence[Row], core: float) -> Iterator[Finding]:
     yield loading(rows)
     least = min(rows, key=lambda row: share(row, "collectives_s"))
     if least["collectives_s"] is not None and core < BUSY:
-        sentence = (
+        text = (
             f"exposed communication: waiting in collectives takes {part(least['collectives_s'], least)}, even on rank "
         )
-        sentence += f"{least['rank']}, which waits least"
+        text += f"{least['rank']}, which waits least"
         advice = "a choice that overlaps or sends less (ddp-lab sweep compares them), or more --grad-accum-steps"
-        yield Finding(share(least, "collectives_s"), sentence, advice)
+        yield Finding(share(least, "collectives_s"), text, advice)
 
 
 def on_gpu(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -100,18 +98,16 @@ def on_gpu(rows: Sequence[Row]) -> Iterator[Finding]:
     if loading(rows).share >= WORTH_NAMING:
         yield loading(rows)
         return
-    sentence = f"host-bound: rank {least['rank']} waits for its GPU only {part(least['device_s'], least)}"
-    yield Finding(1 - share(least, "device_s"), sentence, "larger micro-batches (--global-batch-size), or --compile")
+    text = f"host-bound: rank {least['rank']} waits for its GPU only {part(least['device_s'], least)}"
+    yield Finding(1 - share(least, "device_s"), text, "larger micro-batches (--global-batch-size), or --compile")
 
 
 def loading(rows: Sequence[Row]) -> Finding:
     """What every rank spends on data; what one spends more makes it late."""
     least = min(rows, key=lambda row: share(row, "data_s"))
-    sentence = (
-        f"input-bound: loading data takes {part(least['data_s'], least)}, even on rank {least['rank']}, the quickest"
-    )
+    text = f"input-bound: loading data takes {part(least['data_s'], least)}, even on rank {least['rank']}, the quickest"
     advice = "make samples ready before training, and collate cheap: both run on the training thread"
-    return Finding(share(least, "data_s"), sentence, advice)
+    return Finding(share(least, "data_s"), text, advice)
 
 
 def near_limit(memory: Sequence[Row]) -> Iterator[Finding]:
@@ -120,9 +116,9 @@ def near_limit(memory: Sequence[Row]) -> Iterator[Finding]:
     rank = max(usage, key=lambda member: usage[member][0] / usage[member][1])
     peak, limit = usage[rank]
     if peak >= NEAR * limit:
-        sentence = f"memory is near the limit: rank {rank} held {peak / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+        text = f"memory is near the limit: rank {rank} held {peak / 2**30:.1f} of {limit / 2**30:.1f} GiB"
         advice = "--activation-checkpointing block, smaller micro-batches (--grad-accum-steps), or a choice that shards"
-        yield Finding(0, sentence, advice)
+        yield Finding(0, text, advice)
 
 
 def nothing(record: Row, rows: Sequence[Row], core: float) -> Finding:
