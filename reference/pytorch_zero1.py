@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.account import Collective, Piece
 from ddp_lab.strategy.capabilities import Supports
-from ddp_lab.strategy.optimizers import MakeOptimizer, Part, hand_over
+from ddp_lab.strategy.optimizers import MakeOptimizer, OptimizerPart, hand_over
 from ddp_lab.strategy.replicated import bytes_of
 from reference.pytorch_ddp import PyTorchDDP
 
@@ -33,7 +33,7 @@ class PyTorchZero1(PyTorchDDP):
 
         def make_own(own_groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
             parameters = [p for group in own_groups for p in group["params"]]
-            return hand_over(make(make_optimizer), {p: Part(p) for p in parameters})
+            return hand_over(make(make_optimizer), {p: OptimizerPart(p) for p in parameters})
 
         try:
             self.sharded: Any = ZeroRedundancyOptimizer(

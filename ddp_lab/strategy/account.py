@@ -148,7 +148,7 @@ class Piece(NamedTuple):
     tensor: Tensor
 
 
-class Part(NamedTuple):
+class RangePart(NamedTuple):
     """Elements `start` to `end` of the tensor or range with this `number`."""
 
     number: int
@@ -156,7 +156,7 @@ class Part(NamedTuple):
     end: int
 
 
-def share(lengths: Iterable[int], rank: int, size: int) -> list[Part]:
+def share(lengths: Iterable[int], rank: int, size: int) -> list[RangePart]:
     """The elements that `rank` gets if `size` ranks evenly divide tensors of these lengths, laid end to end.
 
     Each element goes to exactly one rank. A rank gets at most one element more than another.
@@ -167,12 +167,12 @@ def share(lengths: Iterable[int], rank: int, size: int) -> list[Part]:
     parts = []
     for index, length in enumerate(lengths):
         if max(start, 0) < min(end, length):
-            parts.append(Part(index, max(start, 0), min(end, length)))
+            parts.append(RangePart(index, max(start, 0), min(end, length)))
         start, end = start - length, end - length
     return parts
 
 
-def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[Part]:
+def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[RangePart]:
     """Assemble elements `start` to `end` from `ranges`, which are (first, end) in any order.
 
     Returns:
@@ -186,7 +186,7 @@ def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[Part]
         if position >= end or first > position:
             break
         if last > position:
-            parts.append(Part(index, position - first, min(last, end) - first))
+            parts.append(RangePart(index, position - first, min(last, end) - first))
             position = min(last, end)
     if position < end:
         raise ValueError(f"element {position} of {end} is in no range")

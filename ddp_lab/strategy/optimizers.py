@@ -76,14 +76,14 @@ def require_elementwise(optimizer: torch.optim.Optimizer, is_vouched_for: bool) 
     )
 
 
-class Part(NamedTuple):
+class OptimizerPart(NamedTuple):
     """What an optimizer updates in place of a parameter: its elements from number `start` on."""
 
     tensor: nn.Parameter
     start: int = 0
 
 
-def hand_over(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Part]) -> torch.optim.Optimizer:
+def hand_over(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, OptimizerPart]) -> torch.optim.Optimizer:
     """Give an optimizer over whole parameters their `parts`, with their attributes and the states made so far.
 
     Thus `make_optimizer` sees whole parameters, and may group them by name, shape or attribute. Those without a part
@@ -133,7 +133,7 @@ def require_values(parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
             )
 
 
-def _own_state(name: str, value: Any, parameter: nn.Parameter, part: Part) -> Any:
+def _own_state(name: str, value: Any, parameter: nn.Parameter, part: OptimizerPart) -> Any:
     """The part of a state that was made for the whole parameter."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
         return value

@@ -19,8 +19,7 @@ from ddp_lab.strategy.communication.collectives import (
 from ddp_lab.strategy.gradient_watch import given_gradient
 from ddp_lab.strategy.groups import Groups
 from ddp_lab.strategy.modules import find_blocks, keep_from_being_read
-from ddp_lab.strategy.optimizers import MakeOptimizer, hand_over, require_elementwise, require_given_up
-from ddp_lab.strategy.optimizers import Part as OptimizerPart
+from ddp_lab.strategy.optimizers import MakeOptimizer, OptimizerPart, hand_over, require_elementwise, require_given_up
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.strategy import Strategy
 from sharding.options.placement import Placement

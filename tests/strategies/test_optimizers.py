@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.optimizers import ELEMENTWISE, Part, hand_over, require_elementwise, require_given_up
+from ddp_lab.strategy.optimizers import ELEMENTWISE, OptimizerPart, hand_over, require_elementwise, require_given_up
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
 from tests.parity import load, one_step
@@ -135,7 +135,7 @@ def test_what_somebody_vouches_for_is_cut(ranks: RankPool, name):
 
 def halved(optimizer: torch.optim.Optimizer, given: dict[str, nn.Parameter]):
     """As on a rank that has the second half of the first two parameters, and nothing of the others."""
-    parts = {p: Part(nn.Parameter(p.detach().view(-1)[7:].clone()), 7) for p in list(given.values())[:2]}
+    parts = {p: OptimizerPart(nn.Parameter(p.detach().view(-1)[7:].clone()), 7) for p in list(given.values())[:2]}
     require_given_up(hand_over(optimizer, parts), given)
 
 
