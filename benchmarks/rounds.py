@@ -93,7 +93,7 @@ def time_rounds(
     """
     times = pd.DataFrame(index=range(rounds), columns=list(steps), dtype=float)
     order = random.Random(0)  # the same on every rank
-    with long_work(f"timing {len(steps)} choices in turn", WARMUP_ROUNDS + rounds, ranks.is_main) as tell:
+    with long_work(f"timing {len(steps)} strategies in turn", WARMUP_ROUNDS + rounds, ranks.is_main) as tell:
         for round_number in range(-WARMUP_ROUNDS, rounds):
             for name in order.sample(list(steps), len(steps)):
                 host_barrier()

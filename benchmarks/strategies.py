@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = table_parser("strategies", __doc__)
     carried = f"each may carry settings ({', '.join(SETTINGS)}), as in bucket_ddp_async:bucket_cap_mb=25:compile=on"
     parser.add_argument("--choices", required=True, help=f"comma-separated; of {', '.join(NAMES)}; {carried}")
-    parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
+    parser.add_argument("--against", default="pytorch_ddp", help="the strategy that ratios refer to")
     parser.add_argument("--rounds", type=at_least(0), default=20, help="timed rounds of three steps")
     parser.add_argument("--host", action="store_true", help="time what the training thread computes, count operators")
     add_flags(parser, AS_THE_RUNNERS, workload="sample", grad_accum_steps=1, depth=40, width=4096)

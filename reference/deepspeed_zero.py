@@ -117,7 +117,9 @@ class DeepSpeedZero(Strategy):
 
     def micro_batch(self, last: bool = True) -> AbstractContextManager[None]:
         """Not supported: DeepSpeed has an engine of its own for such loops."""
-        raise UnsupportedError("DeepSpeed choices run in the runner's loop alone; for yours, DeepSpeed has its engine")
+        raise UnsupportedError(
+            "DeepSpeed strategies run in the runner's loop alone; for yours, DeepSpeed has its engine"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         loss, answer = self.engine(*args, **kwargs)
@@ -175,7 +177,9 @@ class DeepSpeedZero(Strategy):
 
     def parameter_pieces(self) -> list[Piece]:
         """Not supported: DeepSpeed keeps states in flat partitions and has checkpoints of its own."""
-        raise UnsupportedError("DeepSpeed choices can neither save nor resume checkpoints; take zero1, zero2 or zero3")
+        raise UnsupportedError(
+            "DeepSpeed strategies can neither save nor resume checkpoints; take zero1, zero2 or zero3"
+        )
 
     def full_gradients(self) -> dict[str, Tensor]:
         whole = self.deepspeed.utils.safe_get_full_grad

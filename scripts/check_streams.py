@@ -38,7 +38,7 @@ def main() -> int:
     options = parser.parse_args()
     wanted = options.choices.split(",")
     if unknown := [name for name in wanted if name not in CHOICES]:
-        parser.error(f"--choices {', '.join(unknown)}: no such choice; there are {', '.join(CHOICES)}")
+        parser.error(f"--choices {', '.join(unknown)}: no such strategy; there are {', '.join(CHOICES)}")
     torch.set_num_threads(1)
     seen = {name: look(name, options.model, options.micro_batches) for name in wanted}
     print(markdown(rows_of(seen, options.model, options.micro_batches)))

@@ -29,7 +29,7 @@ COMMANDS = {
         TRAIN, "commands.bench", "time strategies, collectives or memory side by side", "strategies --help"
     ),
     "report": Command(READ, "commands.report", "turn a run's traces into a page and a table", "profile/zero3"),
-    "compare": Command(READ, "commands.compare", "compare all choices, or two runs of one", "sharding"),
+    "compare": Command(READ, "commands.compare", "compare all strategies, or two runs of one", "sharding"),
     "parity": Command(
         LOOK,
         "parity.command",

@@ -1,6 +1,6 @@
 """What each strategy would need and take on devices that you do not have: its own code, run on tensors without data.
 
-    ddp-lab plan --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
+    ddp-lab plan --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all strategies, and which to take
     ddp-lab plan search --model SmolLM2-360M --gpus 8xH100 --global-batch-size 512    # which batch, recomputation, mesh
     ddp-lab plan --model Llama-3.1-8B --gpus 8xH100,8xH200,16xA100       # which devices: the cheapest that fits
     ddp-lab plan memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas; with a model also simulated peaks

@@ -100,7 +100,7 @@ def searched(
     """All outcomes, each with a line when it is there, and the recommended one."""
     console.print(findings.headline(space))
     total = None if space.searches or space.any_mesh else len(list(space.roots()))
-    of = f"simulating {f'{total} ' if total else ''}choices for {space.cases[0].model.name}"
+    of = f"simulating {f'{total} ' if total else ''}strategies for {space.cases[0].model.name}"
     outcomes: list[Outcome] = []
     with long_work(of, total) as tell:
         for found in search.run(simulate, jobs or 2):

@@ -163,7 +163,7 @@ def require_own_memory(module: nn.Module) -> None:
             if (first.requires_grad or second.requires_grad) and _overlap(first, second):
                 raise UnsupportedError(
                     f"{name} and {other_name} lie in the same memory, and would come apart in shards; make them "
-                    "one parameter (b.weight = a.weight), compute a view in forward, or take a replicated choice"
+                    "one parameter (b.weight = a.weight), compute a view in forward, or take a replicated strategy"
                 )
 
 

@@ -201,7 +201,7 @@ def refuse_graph_of_backward() -> None:
     if torch.is_grad_enabled():
         raise OneRankError(
             "backward with create_graph=True needs weights that sharded parameters free too early; use zero1, zero2 or "
-            "a replicated choice"
+            "a replicated strategy"
         )
 
 

@@ -152,8 +152,8 @@ def require_given_up(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
     for item in _reachable(optimizer):
         if id(item) in names:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} keeps {names[id(item)]} in an attribute or a hook, but sharded choices "
-                "update parts of parameters; read self.param_groups in step, or take a replicated choice"
+                f"{type(optimizer).__name__} keeps {names[id(item)]} in an attribute or a hook, but sharded strategies "
+                "update parts of parameters; read self.param_groups in step, or take a replicated strategy"
             )
 
 

@@ -1,4 +1,4 @@
-"""Train with every choice, in passes, report on each, and compare them.
+"""Train with every strategy, in passes, report on each, and compare them.
 
 `ddp-lab sweep`, run_experiment_ddp.sh, run_experiment_shard.sh and run_experiment_parallel.sh start it.
 """
@@ -68,7 +68,7 @@ def build_parser(family: Family | None = None) -> argparse.ArgumentParser:
     usage += " [flags of {}]"
     parser = OneLineParser(
         prog=family.sweep if family else "ddp-lab sweep",
-        description="Train with every choice, in passes, report on each, and compare them.",
+        description="Train with every strategy, in passes, report on each, and compare them.",
         usage=usage.format(*("", family.script) if family else ("FAMILY ", "the entrypoint")),
     )
     help_on_family = argparse.SUPPRESS if family else ", ".join(FAMILIES)  # run_experiment_*.sh give it
@@ -77,13 +77,15 @@ def build_parser(family: Family | None = None) -> argparse.ArgumentParser:
     parser.add_argument("ranks", type=at_least(1), metavar="RANKS", help=about_ranks)
     folder: dict[str, Any] = {"type": Path, "metavar": "DIR"}
     parser.add_argument("--output-dir", **folder, default=Path(), help="root of profile/ and of the reports")
-    parser.add_argument("--checkpoint-dir", **folder, help="root of the choices' checkpoints, with a folder for each")
+    parser.add_argument(
+        "--checkpoint-dir", **folder, help="root of the strategies' checkpoints, with a folder for each"
+    )
     parser.add_argument(
         "--passes",
         type=at_least(1),
         default=2,
         metavar="N",
-        help="run every choice so often, in a new order each time, to see whether the machine changed (default: 2)",
+        help="run every strategy so often, in a new order each time, to see whether the machine changed (default: 2)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue an interrupted sweep with the runs that are not finished"
@@ -105,15 +107,15 @@ def parse(arguments: Sequence[str]) -> tuple[Runs, SweepPass, bool]:
     arguments = with_config_file(arguments, ignored=["ddp-choice"])
     if checkpoint := given_to_resume(arguments):
         parser.error(
-            f"--resume {checkpoint}: a sweep continues with its own choices, so give --resume alone; one run continues "
-            f"from a checkpoint with torchrun ... --ddp-choice NAME --resume {checkpoint}"
+            f"--resume {checkpoint}: a sweep continues with its own strategies, so give --resume alone; one run "
+            f"continues from a checkpoint with torchrun ... --ddp-choice NAME --resume {checkpoint}"
         )
     # the flags of all runs
     options, flags = parser.parse_known_args(arguments)
     family = FAMILIES[options.family]
     for flag in ("--ddp-choice", "--shard-choice"):
         if any(argument.split("=")[0] == flag for argument in flags):
-            parser.error(f"{flag}: a sweep trains with every choice; for one, use torchrun {family.script}")
+            parser.error(f"{flag}: a sweep trains with every strategy; for one, use torchrun {family.script}")
     require_room(options.ranks)
     runs = Runs(family, options.ranks, options.output_dir, options.checkpoint_dir, flags)
     if not runs.gives("--max-steps", "--epochs"):
@@ -164,7 +166,9 @@ def first_line(runs: Runs, choices: int, passes: int) -> str:
     """The first line of a sweep: its runs, workload and links."""
     config = resolve_workload(runs.config(runs.names()[0]), runs.on_gpu)
     length = counted(config.max_steps, "step") if config.max_steps else counted(config.epochs or 1, "epoch")
-    times = f"{counted(choices, 'choice')} x {counted(passes, 'pass')} = {counted(choices * passes, 'run')} of {length}"
+    times = (
+        f"{counted(choices, 'strategy')} x {counted(passes, 'pass')} = {counted(choices * passes, 'run')} of {length}"
+    )
     about = WORKLOADS.get(config.workload, "").partition(",")[0]
     about = f" ({about})" if "parameter" in about else ""
     links = f"{config.link} for each rank; --link none is the machine as it is (docs/link.md)"
@@ -187,7 +191,7 @@ def load_line(ranks: int, load: float, cores: int) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("es" if thing.endswith("s") else "s") * (number != 1)
+    return f"{number} {thing if number == 1 else {'strategy': 'strategies', 'pass': 'passes'}.get(thing, f'{thing}s')}"
 
 
 def interrupted(number: int, output_dir: Path, family: str) -> int:
@@ -206,7 +210,7 @@ def sweep(runs: Runs, latest: SweepPass, resumes: bool) -> int:
         resumes: A run that was interrupted continues from its newest checkpoint, if it has left one.
 
     Raises:
-        UserError: no choice can do what the flags ask for.
+        UserError: no strategy can do what the flags ask for.
     """
     started, family = time.monotonic(), runs.family
     refusals = dict.fromkeys(runs.labels(), "")
@@ -228,12 +232,12 @@ def sweep(runs: Runs, latest: SweepPass, resumes: bool) -> int:
         if refusal:
             print(f"{label}: left out: {refusal}", flush=True)
     if not labels:
-        raise UserError("no choice can do what these flags ask for")
+        raise UserError("no strategy can do what these flags ask for")
     failed = train(runs, latest, completed, planned(labels, latest.passes, runs.config(labels[0]).seed), resumes)
     succeeded = [label for label in labels if label not in failed]
     completed = latest_sweep(runs.output_dir, latest.family)[1]
     page = report_on_choices(runs.output_dir, family.report_root, succeeded, failed, passes=completed)
-    print(f"\n{len(succeeded)} of {len(labels)} choices in {time.monotonic() - started:.0f} s; open {page}")
+    print(f"\n{len(succeeded)} of {len(labels)} strategies in {time.monotonic() - started:.0f} s; open {page}")
     if failed:
         print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -109,7 +109,7 @@ class ShardedStrategy(Strategy):
                 continue
             if any(piece.grad is not None for piece in bucket.flat.pieces.values()):
                 raise OneRankError(
-                    "gradients of the step before are still here, where sharded choices add none to them; call "
+                    "gradients of the step before are still here, where sharded strategies add none to them; call "
                     "strategy.zero_grad() after each step"
                 )
             bucket.reset()  # the optimizer's own zero_grad was called

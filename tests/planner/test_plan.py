@@ -211,7 +211,7 @@ def test_plan_from_beginning_to_end(tmp_path):
     answer = planned(*TINY, *WHERE, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
     assert answer.returncode == 0, answer.stderr
     loads, begun, *choices_done = answer.stderr.splitlines()  # a pipe sees each choice when it is done
-    assert (loads, begun[:20]) == ("loading torch", "simulating 4 choices") and len(choices_done) == 4
+    assert (loads, begun[:23]) == ("loading torch", "simulating 4 strategies") and len(choices_done) == 4
     assert re.match(r"1 of 4, about \d+ s to go: bucket_ddp_async: [\d.]+ ms, peak [\d.]+ GiB$", choices_done[0])
     assert answer.stdout.startswith("PREDICTED, not measured: ") and "Take " in answer.stdout
     assert re.search(r"^Run it: uv run torchrun .* --precision bf16$", answer.stdout, re.MULTILINE), "one line"

@@ -148,7 +148,7 @@ def test_passes_go_on_in_their_middle(sweep):
     answer = sweep.run(*flags, "--resume", train=train)
     assert (
         answer.returncode == 0
-        and answer.stdout.startswith("7 choices x 3 passes")
+        and answer.stdout.startswith("7 strategies x 3 passes")
         and unfinished(*latest_sweep(sweep.folder, "ddp")) == ""
     )
     assert asked.pop(len(CHOICES) + 2) == asked[len(CHOICES) + 2], "the run that was stopped is done again"
@@ -172,7 +172,7 @@ def test_what_runs_and_what_does_not(sweep):
     sweep.of = ["ddp", "2"]
     ended = sweep.run("--param-dtype", "bf16")
     assert ended.returncode == 1 and not sweep.asked
-    assert ended.stderr == "error: no choice can do what these flags ask for\n"
+    assert ended.stderr == "error: no strategy can do what these flags ask for\n"
 
 
 def test_a_link_is_not_added_where_it_cannot_pace_a_mesh(sweep):
@@ -208,7 +208,7 @@ def test_without_a_gpu_a_sweep_shows_the_physics(tmp_path, monkeypatch, gpus, fl
     answer = sweep.run(*flags)
     first, *lines = answer.stdout.splitlines()
     assert answer.returncode == 0 and ("links: as this" if link == "none" else f"links: {link} for each rank") in first
-    assert first.startswith(f"{len(sweep.asked)} choices x 1 pass = {len(sweep.asked)} runs of 40 steps, workload ")
+    assert first.startswith(f"{len(sweep.asked)} strategies x 1 pass = {len(sweep.asked)} runs of 40 steps, workload ")
     assert (gpus and not flags) or lines[0].startswith("warning: this machine is busy: 1000.0 threads")
     assert {config.link for config in sweep.asked.values()} == {link}
 

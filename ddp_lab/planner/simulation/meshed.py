@@ -48,7 +48,7 @@ def load(config: RunConfig) -> type[Strategy]:
             return family.load(choice)
     if choice in tensor_parallel.CHOICES:
         raise UserError(f"{choice}: it cuts the model; give a --mesh with tp or pp above 1")
-    raise UserError(f"{choice}: no such choice" + " on a mesh with tp or pp" * cuts)
+    raise UserError(f"{choice}: no such strategy" + " on a mesh with tp or pp" * cuts)
 
 
 def is_cut(config: RunConfig) -> bool:

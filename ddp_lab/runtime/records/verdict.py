@@ -86,7 +86,7 @@ def on_cpu(rows: Sequence[Row], core: float) -> Iterator[Finding]:
             f"exposed communication: waiting in collectives takes {part(least['collectives_s'], least)}, even on rank "
         )
         text += f"{least['rank']}, which waits least"
-        advice = "a choice that overlaps or sends less (ddp-lab sweep compares them), or more --grad-accum-steps"
+        advice = "a strategy that overlaps or sends less (ddp-lab sweep compares them), or more --grad-accum-steps"
         yield Finding(share(least, "collectives_s"), text, advice)
 
 
@@ -117,7 +117,9 @@ def near_limit(memory: Sequence[Row]) -> Iterator[Finding]:
     peak, limit = usage[rank]
     if peak >= NEAR * limit:
         text = f"memory is near the limit: rank {rank} held {peak / 2**30:.1f} of {limit / 2**30:.1f} GiB"
-        advice = "--activation-checkpointing block, smaller micro-batches (--grad-accum-steps), or a choice that shards"
+        advice = (
+            "--activation-checkpointing block, smaller micro-batches (--grad-accum-steps), or a strategy that shards"
+        )
         yield Finding(0, text, advice)
 
 
