@@ -53,12 +53,8 @@ def build_strategy(
     group: dist.ProcessGroup | None = None,
     model_parallel: ModelParallel | None = None,
 ) -> Strategy:
-    """The strategy over the workload's model.
-
-    Args:
-        group: The ranks that see different samples. Default: those of the mesh, or all.
-        model_parallel: How the model is cut over other ranks (`cut_over_ranks`).
-    """
+    """The strategy over the workload's model. `group`: the ranks that see different samples; default: those of the
+    mesh, or all."""
     learning_rate = config.lr or workload.learning_rate
     if model_parallel is not None and model_parallel.pipeline is not None:
         strategy_class = strategy_class.in_stages()
@@ -86,13 +82,6 @@ def learning_rates(config: RunConfig, steps: int) -> Callable[[int], float]:
 
     It depends on the number of the step alone, so a run that resumes continues with the same rates. p would be 1 at the
     step after the last one: no step has a rate of 0.
-
-    Args:
-        config: With the learning rate resolved.
-        steps: Optimizer steps of the whole run, those before it resumed among them.
-
-    Raises:
-        UserError: warm-up is longer than the run.
     """
     peak, warmup = config.lr, config.warmup_steps
     assert peak is not None, "it is resolved"

@@ -29,11 +29,7 @@ class RunConfig(
     MeshSettings,
     DataSettings,
 ):
-    """One training run. Python takes the fields of the last base first.
-
-    Attributes:
-        strategy: What the strategy is told.
-    """
+    """One training run. Python takes the fields of the last base first."""
 
     strategy: StrategyOptions = dataclasses.field(default_factory=StrategyOptions)
 
@@ -43,17 +39,12 @@ class RunConfig(
 
     @classmethod
     def of(cls, **settings: Any) -> "RunConfig":
-        """From the values of flags by name, those of the strategy among them, as `as_dict` gives them.
-
-        Raises:
-            UserError: they make no sense.
-        """
+        """From the values of flags by name, those of the strategy among them, as `as_dict` gives them."""
         names = {field.name for field in flags_of(StrategyOptions)}
         strategy = StrategyOptions(**{name: settings.pop(name) for name in names & settings.keys()})
         return cls(strategy=strategy, **settings)
 
     def but(self, **settings: Any) -> "RunConfig":
-        """The same with other values of these flags."""
         return RunConfig.of(**self.as_dict() | settings)
 
     def as_dict(self) -> dict[str, Any]:

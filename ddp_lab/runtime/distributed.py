@@ -29,14 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all.
-
-    Attributes:
-        rank: Counted over all nodes.
-        backend: As on the command line: `gloo`, `nccl` or `nccl-legacy`.
-        groups: With `--mesh`.
-        gpu_sharing: As the run record has it; None if each rank has a GPU of its own, or none has any.
-    """
+    """This process among all. `backend` is as on the command line; `gpu_sharing` as the run record has it."""
 
     rank: int
     world_size: int
@@ -95,16 +88,11 @@ def has_two_nccl_classes(config: RunConfig) -> bool:
 
 
 def local_ranks() -> int:
-    """Ranks on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
-    """The device of this rank, and its backend: what the flags say, or CUDA and NCCL if there is a GPU.
-
-    Raises:
-        UserError: no CUDA device although a flag needs one; more ranks than GPUs under NCCL.
-    """
+    """The device of this rank, and its backend: what the flags say, or CUDA and NCCL if there is a GPU."""
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu, or check nvidia-smi")
@@ -127,10 +115,7 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
 
 
 def require_pacable(config: RunConfig, use_cuda: bool) -> None:
-    """
-    Raises:
-        UserError: `--link` cannot slow down what carries this run's messages.
-    """
+    """Refuse `--link` where it cannot slow down what carries this run's messages."""
     if use_cuda:
         raise UserError(f"--link {config.link} slows down Gloo between CPUs, and this run is on GPUs; add --device cpu")
     if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
@@ -138,15 +123,8 @@ def require_pacable(config: RunConfig, use_cuda: bool) -> None:
 
 
 def require_own_gpus(gpus: Sequence[str]) -> None:
-    """Check that no two ranks have the same GPU. SLURM may show each rank a single one (`--gpus-per-task=1`), which is
-    then number 0 of each.
-
-    Args:
-        gpus: By rank, what identifies its GPU.
-
-    Raises:
-        UserError: names the ranks.
-    """
+    """Refuse two ranks with the same GPU. SLURM may show each rank a single one (`--gpus-per-task=1`), which is then
+    number 0 of each. `gpus`: by rank, what identifies its GPU."""
     for gpu in gpus:
         ranks = [str(rank) for rank, rank_gpu in enumerate(gpus) if rank_gpu == gpu]
         if len(ranks) > 1:
@@ -157,12 +135,7 @@ def require_own_gpus(gpus: Sequence[str]) -> None:
 
 
 def joined(config: RunConfig) -> Ranks:
-    """Make the default process group. Collective.
-
-    Raises:
-        UserError: see `require_launcher`, `choose_device_and_backend` and `share_gpu.begin`.
-        RuntimeError: of the network: an address, an interface, a rank that does not join.
-    """
+    """Make the default process group. Collective."""
     adopt_launcher(os.environ)  # the entrypoints have done it; benchmarks come here first
     require_launcher(os.environ)
     timeout = datetime.timedelta(minutes=config.timeout_minutes)
@@ -191,19 +164,13 @@ def joined(config: RunConfig) -> Ranks:
 
 
 def meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """The store of this attempt, this rank and the number of ranks."""
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     return dist.PrefixStore(current_attempt(), store), rank, size
 
 
 @contextmanager
 def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
-    """Within this context the default process group exists.
-
-    Raises:
-        UserError: see `joined`.
-        OneRankError: this rank cannot reach the others, or they do not join in time.
-    """
+    """Within this context the default process group exists."""
     try:
         ranks = joined(config)
     except RuntimeError as error:
@@ -224,11 +191,7 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
 
 @contextmanager
 def meshed(ranks: Ranks, text: str | None) -> Iterator[Ranks]:
-    """Within this context `ranks` have the groups of the mesh that `--mesh` names. Collective.
-
-    Raises:
-        UserError: the mesh does not fit the ranks and nodes.
-    """
+    """Within this context `ranks` have the groups of the mesh that `--mesh` names. Collective."""
     if text is None:
         yield ranks
         return
@@ -252,11 +215,7 @@ def current_attempt() -> str:
 
 
 def node_leader_first(make: Callable[[], Result]) -> Result:
-    """Run `make` on one rank of each node, then on the others, which find its files in the cache. Collective.
-
-    Raises:
-        UserError: on every rank, if `make` raised it on any.
-    """
+    """Run `make` on one rank of each node, then on the others, which find its files in the cache. Collective."""
     leads = os.environ["LOCAL_RANK"] == "0"
     result = on_every_rank(make if leads else lambda: None)
     followers = on_every_rank(make if not leads else lambda: None)

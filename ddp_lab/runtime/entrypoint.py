@@ -69,12 +69,7 @@ def train(config: RunConfig, registry: Registry) -> int:
 def configured(config: RunConfig, arguments: Sequence[str] | None = None, ranks: int = 0) -> RunConfig:
     """The settings of the command line, as the ranks can train with them, after the first line of a run. Exits with one
     line where they cannot. If no batch is given, ranks among which the default does not divide get the nearest that
-    does.
-
-    Args:
-        config: As `parse_config` makes it of `arguments`.
-        ranks: So many are to be started on this node. Default: this process is one of them.
-    """
+    does. `ranks`: so many are to be started on this node; default: this process is one of them."""
     environ, is_started_by_us = os.environ, not ranks and arguments is not None
     try:
         if ranks:
@@ -119,11 +114,7 @@ def ranks_here(config: RunConfig) -> int:
 
 
 def require_room(ranks: int) -> None:
-    """Check that this node may have so many.
-
-    Raises:
-        UserError: it has too few cores, or a process may open too few files.
-    """
+    """Refuse more ranks than this node has cores or open files for."""
     cores, open_files = cores_here(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if ranks > MOST_RANKS_OF_CORE * cores:
         most = f"{MOST_RANKS_OF_CORE * cores}, {MOST_RANKS_OF_CORE} a core"
@@ -140,11 +131,7 @@ def cores_here() -> int:
 
 
 def require_origin(config: RunConfig) -> None:
-    """Check that there may be a checkpoint where the run is to resume from. Whether it is whole is seen later.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Refuse to resume where there is no checkpoint. Whether it is whole is seen later."""
     may_have_own = config.checkpoint_every and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if config.resume in (None, AUTO) or may_have_own:
         return
@@ -154,11 +141,7 @@ def require_origin(config: RunConfig) -> None:
 
 
 def require_folder(config: RunConfig) -> None:
-    """Check that the run may write where its traces go, as far as the next folder above shows.
-
-    Raises:
-        UserError: it may not.
-    """
+    """Refuse a folder that traces cannot be written to, as far as the next folder above shows."""
     folder = Path(config.output_dir).expanduser().absolute()
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):

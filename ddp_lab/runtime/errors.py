@@ -37,11 +37,7 @@ class UserError(AgreedError):
 
 
 def require(holds: bool, flag: str, value: object, requirement: str) -> None:
-    """Check a setting.
-
-    Raises:
-        UserError: it does not hold. Says which flag has which value, and what it must be.
-    """
+    """Refuse a setting that does not hold: says which flag has which value, and what it must be."""
     if not holds:
         raise UserError(f"{flag} {value}".rstrip() + f": must be {requirement}")
 
@@ -101,14 +97,11 @@ no file, and its time is when `torchrun` noticed it. Our files know the cause, s
 
 
 def tell_torchrun(line: str, time_s: float | None = None) -> None:
-    """Write `line` where `torchrun` looks for the reason of a failure, so that its summary shows it.
+    """Write `line` where `torchrun` looks for the reason of a failure, so that its summary shows it. `time_s`: when the
+    failure began, in seconds since the epoch; default: now.
 
     The first line that a rank writes stays. Does nothing without `torchrun`. The format is that of
     `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which would add a traceback and import torch.
-
-    Args:
-        line: What the user reads.
-        time_s: When the failure began, in seconds since the epoch. Default: now.
     """
     path = os.environ.get(ERROR_FILE)
     if not path or Path(path).exists():
@@ -127,11 +120,8 @@ def leave_as_one(line: str, code: int, fails: bool) -> None:
     """Leave with the other ranks of this node after a mistake that each of them finds. Under `torchrun` this ends the
     process, so that its summary has one failure in place of one for each rank; without it, nothing is done.
 
-    Args:
-        line: What `torchrun` shows (`tell_torchrun`).
-        code: The exit code.
-        fails: Whether this rank, alone of its node, leaves with that code. It waits until the others have left, whom
-            `torchrun` would stop. They leave with 0 if it has left its error file, else with `code`.
+    One rank of the node `fails`: it leaves with `code` once the others have left, whom `torchrun` would stop. They
+    leave with 0 if it has left its error file, else with `code`.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:

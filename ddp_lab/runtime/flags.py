@@ -34,13 +34,8 @@ def parse_config(
 ) -> RunConfig:
     """The settings of the command line. Exits with one line where they make no sense.
 
-    Args:
-        description: One sentence for `--help`.
-        registry: The strategies to choose from.
-        aliases: Other names of the flag that selects the strategy.
-        arguments: Default: the command line.
-        prog: The command, if it starts its own ranks. Default: the entrypoint, which `torchrun` starts.
-        besides: Flags that the command takes itself, which a mistyped one may have meant.
+    `prog` is the command if it starts its own ranks, instead of an entrypoint that `torchrun` starts. `besides`: flags
+    that the command takes itself, which a mistyped one may have meant.
     """
     parser = build_parser(description, registry.sentences, aliases, prog)
     try:
@@ -68,11 +63,8 @@ def _unknown_strategy(name: str, registry: Registry) -> str:
 def build_parser(
     description: str, choices: Mapping[str, str], aliases: Sequence[str] = (), prog: str | None = None
 ) -> argparse.ArgumentParser:
-    """A parser with one flag for each field of `RunConfig`.
-
-    Args:
-        choices: Strategy names in display order, each with the sentence that `--help` prints.
-    """
+    """A parser with one flag for each field of `RunConfig`. `choices`: strategies in display order, with a sentence
+    each."""
     parser = OneLineParser(
         prog,
         "%(prog)s CHOICE [--ranks N] [flags]" if prog else UNDER_TORCHRUN,
@@ -93,12 +85,7 @@ def build_parser(
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Collection[str], **defaults: Any) -> None:
-    """Give another program some of these flags. They mean the same there.
-
-    Args:
-        names: Of fields of `RunConfig`.
-        defaults: By name, where it is another one.
-    """
+    """Give another program some of these flags. They mean the same there."""
     for field in FLAGS:
         if field.name in names:
             _add_flag(parser, field, defaults.get(field.name, field.default))
@@ -144,14 +131,7 @@ def _listing(title: str, entries: Mapping[str, str]) -> str:
 
 
 def with_config_file(arguments: Sequence[str], ignored: Collection[str] = ()) -> list[str]:
-    """`arguments`, in front of them the flags of the file that `--config` names, so that `arguments` win.
-
-    Args:
-        ignored: Keys to leave out.
-
-    Raises:
-        UserError: the file cannot be read, or has a key or a value that is not a flag's.
-    """
+    """`arguments`, in front of them the flags of the file that `--config` names, so that `arguments` win."""
     finder = OneLineParser(add_help=False)
     finder.add_argument("--config", type=Path)
     options, remaining = finder.parse_known_args(arguments)

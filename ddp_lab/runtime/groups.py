@@ -65,8 +65,7 @@ def told_through(store: dist.Store, key: str, rank: int, size: int, text: str) -
 def from_rank0(make: Callable[[], Result]) -> Result:
     """What `make` returns on rank 0, broadcast to every rank. Collective.
 
-    Raises:
-        UserError: on every rank, if `make` failed on rank 0; rank 0 itself raises what `make` raised.
+    If it fails there, rank 0 raises what `make` raised, and the others a UserError.
     """
     answer: list[tuple[Result | None, str | None]] = [(None, None)]
     failure: Exception | None = None
@@ -85,9 +84,8 @@ def from_rank0(make: Callable[[], Result]) -> Result:
 def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """What `make` returns here, once it has returned on every rank of `group`. Collective.
 
-    Raises:
-        UserError: on every rank, if `make` failed on any; names the first such rank if it is not rank 0. A rank on
-            which `make` raised anything but a UserError raises that.
+    If it fails on any rank, all raise a UserError that names the first such rank if it is not rank 0. A rank on which
+    `make` raised anything but a UserError raises that.
     """
     result, failure = None, None
     try:

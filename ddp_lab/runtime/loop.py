@@ -102,14 +102,10 @@ def train(
 ) -> TrainingResult:
     """Train over `steps`, or until the ranks have agreed to stop (`Strategy.stops_after`).
 
-    A loss and a norm are read a step after they were made, so that the host need not wait for the device.
-
-    Args:
-        clip_grad_norm: Largest norm of all gradients together; None to leave them as they are.
-        on_step: Called with the result of each step once its loss is known: before the next step, or after it.
-        earlier: The result up to the checkpoint that the strategy resumes from. It is continued.
-        is_due: Whether `on_step` must be called right after this step, counted from 1, to save the model as it is then.
-        learning_rate: Of each step, counted from 0, for all parameter groups. Default: as the optimizer has them.
+    A loss and a norm are read a step after they were made, so that the host need not wait for the device. So `on_step`
+    gets the result of a step before the next step, or after it, and right after a step, counted from 1, that `is_due`,
+    to save the model as it is then. `earlier`, up to the checkpoint that the strategy resumes from, is continued.
+    `learning_rate`: of each step, counted from 0; default: as the optimizer has it.
     """
     result = earlier or TrainingResult()
     unread: deque[tuple[Verdict, dict[str, Any]]] = deque()

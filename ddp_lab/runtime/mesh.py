@@ -40,19 +40,13 @@ EXAMPLE = "dp=2,tp=2"
 
 @dataclass(frozen=True)
 class Mesh:
-    """Attributes:
-    degrees: The number of ranks along each dimension, from the outermost to the innermost.
-    """
+    """`degrees`: the number of ranks along each dimension, from the outermost to the innermost."""
 
     degrees: Mapping[str, int]
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
-        """The dimensions may stand in any order.
-
-        Raises:
-            UserError: it is no mesh.
-        """
+        """The dimensions may stand in any order."""
         degrees: dict[str, int] = {}
         for part in text.split(","):
             name, _, number = part.strip().partition("=")
@@ -88,7 +82,6 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """The number of ranks."""
         return prod(self.degrees.values())
 
     @property
@@ -122,12 +115,8 @@ class Mesh:
         return ", ".join(f"{name} {place}" for name, place in self.coordinates(rank).items())
 
     def require_ranks(self, world_size: int, ranks_per_node: int) -> None:
-        """Check that the mesh has as many ranks as the job, and that its innermost dimension stays within a node,
-        unless it is `dp`, `pp` or `cp`.
-
-        Raises:
-            UserError: names the numbers.
-        """
+        """Refuse a job with another number of ranks, and an innermost dimension that does not stay within a node,
+        unless it is `dp`, `pp` or `cp`."""
         if self.size != world_size:
             product = " x ".join(map(str, self.degrees.values()))
             raise UserError(
@@ -158,12 +147,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """The two parts of the ranks that share the work, where model states are sharded over some of them alone.
-
-    Attributes:
-        shard: Ranks that hold a shard each.
-        replicate: Ranks that hold the same shard.
-    """
+    """Where model states are sharded over some ranks alone: ranks that hold a shard each, and those that hold the same."""
 
     shard: "dist.ProcessGroup"
     replicate: "dist.ProcessGroup"
@@ -263,9 +247,6 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
     """The groups of a mesh of all ranks. Collective.
 
     All meshes have a data dimension, cp and tp here, even of one rank, so that nobody must ask which there are.
-
-    Raises:
-        UserError: `no_parts`, if it is given and the mesh has groups of some of the ranks.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

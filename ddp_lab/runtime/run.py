@@ -106,13 +106,7 @@ def train_and_record(
 ) -> None:
     """Everything between joining the ranks and leaving them. Collective.
 
-    Args:
-        so_far: Collects what is known of the run, for the record of a run that ends early.
-
-    Raises:
-        UserError: the settings do not fit together, or files cannot be read or written.
-        NonFiniteError: training diverged.
-        SequenceError: ranks issued different collectives.
+    `so_far` collects what is known of the run, for the record of a run that ends early.
     """
 
     def say(text: str) -> None:
@@ -229,11 +223,7 @@ def require_written(profiler: WindowProfiler) -> None:
 
 
 def require_generates(config: RunConfig, workload: Workload) -> None:
-    """Refuse `--generate` and `--prompt` where they make no sense.
-
-    Raises:
-        UserError: the model is no causal language model, or the prompt has no tokens.
-    """
+    """Refuse `--generate` and `--prompt` where they make no sense."""
     if not config.generate:
         return
     if workload.language is None:
@@ -244,13 +234,11 @@ def require_generates(config: RunConfig, workload: Workload) -> None:
 
 @torch.no_grad()
 def generate(strategy: Strategy, workload: Workload, config: RunConfig) -> dict[str, Any] | None:
-    """At most `config.generate` tokens after a prompt; None if the user asks for none. Collective.
+    """At most `config.generate` tokens after a prompt, and how many were made; None if the user asks for none.
+    Collective.
 
-    Rank 0 draws each token, at `TEMPERATURE`, with the seed of the run. All ranks run the model on the same
-    tokens, as sharded ones must. There is no cache: each token takes a forward pass over the `context` before it.
-
-    Returns:
-        `prompt`, `text`, `tokens` (how many were made: fewer than asked for if the text ends).
+    Rank 0 draws each token, at `TEMPERATURE`, with the seed of the run. All ranks run the model on the same tokens, as
+    sharded ones must. There is no cache: each token takes a forward pass over the `context` before it.
     """
     language = workload.language
     if not config.generate or language is None:

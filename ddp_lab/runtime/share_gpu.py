@@ -48,14 +48,7 @@ def shares(config: RunConfig, local_ranks: int) -> bool:
 
 
 def begin(store: dist.Store, over_nccl: bool) -> str:
-    """Let ranks share the GPUs of this node. Collective.
-
-    Returns:
-        Why they take turns on a GPU; empty if they run side by side.
-
-    Raises:
-        UserError: NCCL is too old, or a GPU cannot be shared.
-    """
+    """Let ranks share the GPUs of this node, and say why they take turns; empty if they run side by side. Collective."""
     local_rank, message = int(os.environ["LOCAL_RANK"]), ""
     if local_rank == 0:
         folder, turns = found_or_started()
@@ -93,7 +86,6 @@ def found_or_started() -> tuple[str, str]:
 
 
 def runs(environment: Mapping[str, str]) -> bool:
-    """Whether a service runs."""
     ask = b"get_server_list\n"
     return subprocess.run([CONTROL], env=environment, input=ask, capture_output=True, timeout=ANSWER_S).returncode == 0
 
@@ -124,11 +116,7 @@ def started() -> tuple[str, str]:
 
 
 def gpu_modes() -> list[list[str]]:
-    """Number, compute mode and MIG mode of each visible GPU, as nvidia-smi says; none if it is not there.
-
-    Raises:
-        subprocess.TimeoutExpired: it does not answer.
-    """
+    """Number, compute mode and MIG mode of each visible GPU, as nvidia-smi says; none if it is not there."""
     visible, command = os.environ.get("CUDA_VISIBLE_DEVICES", "MIG"), ["nvidia-smi"]
     if not shutil.which(command[0]):
         return []

@@ -47,11 +47,7 @@ class FileInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileInfo:
-    """Write dense tensors as safetensors, and wait for the disk. Tensors on a GPU are copied to the CPU one by one.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Write dense tensors as safetensors, and wait for the disk. Tensors on a GPU are copied to the CPU one by one."""
     order = sorted(tensors, key=lambda key: list(DTYPES).index(tensors[key].dtype))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -103,14 +99,7 @@ class Stored(NamedTuple):
 
 
 class TensorFiles:
-    """The tensors of several safetensors files. Each file stores ranges of flat tensors as `<key>/<first element>`.
-
-    Attributes:
-        stored: The ranges of each tensor.
-
-    Raises:
-        UserError: a file is not in this format, although its checksum was right.
-    """
+    """The tensors of several safetensors files. Each file stores ranges of flat tensors as `<key>/<first element>`."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.stored: dict[str, list[Stored]] = {}
@@ -131,11 +120,7 @@ class TensorFiles:
                 raise UserError(f"{path} is no safetensors file: {error}") from error
 
     def read(self, key: str, start: int, end: int) -> Tensor:
-        """Elements `start` to `end` of a tensor, (end - start,) on CPU. Only these are read from the files.
-
-        Raises:
-            UserError: some of them are not stored.
-        """
+        """Elements `start` to `end` of a tensor, (end - start,) on CPU. Only these are read from the files."""
         if key not in self.stored:
             raise UserError(f"{key}: not stored")
         try:

@@ -72,11 +72,7 @@ def file_name(rank: int) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest` with its own checksum, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write `manifest` with its own checksum, whole or not at all."""
     content = msgspec.to_builtins(manifest)
     with written_whole(folder / MANIFEST) as temporary:
         temporary.write_text(to_json(content | {"crc32": _checksum(content)}))
@@ -84,11 +80,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`.
-
-    Raises:
-        UserError: there is none, or it is damaged or of another version.
-    """
     path = folder / MANIFEST
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link, which a checkpoint does not contain")
@@ -127,11 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
-    """Compare a checkpoint's files with its manifest. Each rank reads some of the files.
-
-    Raises:
-        UserError: one of those that `rank` reads is missing or damaged.
-    """
+    """Compare a checkpoint's files with its manifest. Each rank reads some of the files."""
     for name in sorted(manifest.files)[rank::size]:
         problem = problem_of(folder / name, manifest.files[name])
         if problem:
@@ -139,11 +126,7 @@ def verify_files(folder: Path, manifest: Manifest, rank: int, size: int) -> None
 
 
 def complete_manifest(folder: Path, group: dist.ProcessGroup | None = None) -> Manifest:
-    """The manifest of a checkpoint whose files agree with it. Each rank of `group` checks some of them. Collective.
-
-    Raises:
-        UserError: on every rank, if a part of the checkpoint is missing or damaged.
-    """
+    """The manifest of a checkpoint whose files agree with it. Each rank of `group` checks some of them. Collective."""
 
     def check() -> Manifest:
         manifest = read_manifest(folder)
@@ -165,9 +148,7 @@ def naming(path: Path) -> Iterator[None]:
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of everything in `folder` that has the name of a checkpoint, newest first.
 
-    Raises:
-        UserError: `folder` exists and cannot be read, or something else than a folder has such a name. Skipped, it
-            would stand in the way when this step is saved.
+    Refuses something else than a folder of such a name: skipped, it would stand in the way when this step is saved.
     """
     try:
         folders = [(FOLDER.fullmatch(path.name), path) for path in folder.iterdir()] if folder.exists() else []
@@ -182,11 +163,7 @@ def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
 
 
 def remove_older(folder: Path, step: int, keep: int) -> None:
-    """Remove all but the `keep` newest of the checkpoints in `folder`. Those of steps after `step` do not count.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
+    """Remove all but the `keep` newest of the checkpoints in `folder`. Those of steps after `step` do not count."""
     for _, path in [entry for entry in checkpoints_in(folder) if entry[0] <= step][keep:]:
         removed = path.with_name(f".{path.name}.removed")
         path.rename(removed)  # without this, a kill could leave a half of it under its name
@@ -194,11 +171,7 @@ def remove_older(folder: Path, step: int, keep: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs have left in `folder`, half written or half removed.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove what killed runs have left in `folder`, half written or half removed."""
     for path in folder.iterdir():
         if path.name.startswith(".step_"):
             path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
@@ -209,6 +182,5 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def several(items: Sequence[str], most: int = 3) -> str:
-    """A short list for a message."""
     more = len(items) - most
     return "; ".join(items[:most]) + (f"; and {more} more" if more > 0 else "")

@@ -42,10 +42,6 @@ def find_origin(config: RunConfig) -> Origin | None:
     """The checkpoint that this run resumes from, if any. Each rank checks a part of its files. Collective.
 
     A run that `torchrun` has restarted resumes from its own newest checkpoint, wherever it started from at first.
-
-    Raises:
-        UserError: on every rank: there is no checkpoint to resume from, it is damaged, or the folder for this run's own
-            checkpoints holds those of another run.
     """
     folder = checkpoint_folder(config)
     if config.checkpoint_every and from_rank0(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
@@ -69,11 +65,7 @@ def holds_checkpoints(path: Path) -> bool:
 
 
 def complete(path: Path) -> Origin:
-    """The checkpoint in `path`. Collective.
-
-    Raises:
-        UserError: on every rank, if a part of it is missing or damaged, or it is not of a run.
-    """
+    """The checkpoint of a run in `path`. Collective."""
     manifest = complete_manifest(path)
     if not manifest.run_id:
         raise UserError(f"{path} was saved by a loop of its own; ddp_lab.load_checkpoint loads it")
@@ -81,11 +73,7 @@ def complete(path: Path) -> Origin:
 
 
 def newest_complete(folder: Path) -> Origin:
-    """The newest complete checkpoint in `folder`. Collective.
-
-    Raises:
-        UserError: on every rank, if there is none; says what is wrong with each checkpoint.
-    """
+    """The newest complete checkpoint in `folder`. Collective."""
     problems: dict[Path, str] = {}
     for _, path in from_rank0(lambda: checkpoints_in(folder)):
         try:
@@ -99,11 +87,7 @@ def newest_complete(folder: Path) -> Origin:
 
 
 def require_no_others(folder: Path, origin: Origin | None) -> None:
-    """Check that the folder for this run's checkpoints holds none, or that this run resumes from the newest of them.
-
-    Raises:
-        UserError: names the newest.
-    """
+    """Check that the folder for this run's checkpoints holds none, or that this run resumes from the newest of them."""
     skipped = origin.skipped if origin else ()
     other_checkpoints = [
         (step, path) for step, path in checkpoints_in(folder) if path not in skipped and has_manifest(path)
@@ -133,16 +117,12 @@ def has_manifest(path: Path) -> bool:
 
 
 def flags_that(resume: str) -> list[str]:
-    """The names of those whose values `MUST_EQUAL` or `MAY_DIFFER`."""
+    """The names of flags whose values `MUST_EQUAL` or `MAY_DIFFER`."""
     return [field.name for field in FLAGS if field.metadata["resume"] == resume]
 
 
 def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None:
-    """Check that the settings that decide results (`MUST_EQUAL`) are those of the checkpoint.
-
-    Raises:
-        UserError: names each that differs, with both values.
-    """
+    """Check that the settings that decide results (`MUST_EQUAL`) are those of the checkpoint."""
     different = [
         f"{flag_name(name)} was {manifest.config.get(name)} and is {config[name]}"
         for name in flags_that(MUST_EQUAL)
@@ -159,11 +139,7 @@ def changed_settings(manifest: Manifest, here: Manifest) -> dict[str, list[Any]]
 
 
 def require_same_model(manifest: Manifest, here: Manifest) -> None:
-    """Check that model and optimizer are those of the checkpoint.
-
-    Raises:
-        UserError: names parameters that are missing, unknown or of another shape or dtype.
-    """
+    """Check that model and optimizer are those of the checkpoint."""
     problems = differences(manifest.parameters, here.parameters) + differences(manifest.buffers, here.buffers)
     if problems:
         raise UserError(f"--resume: the checkpoint is of another model: {several(problems)}")

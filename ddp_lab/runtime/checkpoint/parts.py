@@ -22,12 +22,7 @@ from ddp_lab.strategy.strategy import Strategy
 
 
 class OwnParts:
-    """What this rank holds of the parameters of a strategy.
-
-    Attributes:
-        cuts: By name of a parameter; tied ones once.
-        shapes: Of the whole parameters, by name.
-    """
+    """What this rank holds of the parameters of a strategy: by name the `cuts`, and the `shapes` of whole parameters."""
 
     def __init__(self, strategy: Strategy) -> None:
         parallel = self._parallel = strategy.model_parallel
@@ -66,14 +61,7 @@ def part_key(name: str, cut: Cut | None, rank: int) -> str:
 
 
 class StoredParts:
-    """Reads from a checkpoint what this rank holds.
-
-    Args:
-        cuts: How the stored parameters are cut.
-
-    Raises:
-        UserError: a parameter cannot be cut in this way.
-    """
+    """Reads from a checkpoint, whose parameters are cut by `cuts`, what this rank holds."""
 
     def __init__(self, files: TensorFiles, cuts: Mapping[str, Cut], own: OwnParts) -> None:
         self._files, self._cuts, self._own = files, cuts, own
@@ -89,12 +77,7 @@ class StoredParts:
         """Elements `start` to `end` of what this rank holds of a parameter or a state of it, (end - start,) on CPU.
 
         If it is cut as it was when it was saved, only these are read. Otherwise the whole tensor is put together.
-
-        Args:
-            kind: `parameter`, or `optimizer/<state>`.
-
-        Raises:
-            UserError: some of them are not stored.
+        `kind`: `parameter`, or `optimizer/<state>`.
         """
         own_cut, stored = self._own.cuts.get(name), self._cuts.get(name)
         if own_cut == stored:
@@ -105,15 +88,7 @@ class StoredParts:
 
 
 def read_whole(files: TensorFiles, key: str, shape: Sequence[int], cut: Cut | None) -> Tensor:
-    """A whole tensor, from its parts if it is stored as such.
-
-    Args:
-        key: Without a part: `parameter/<name>`, or `optimizer/<state>/<name>`.
-        cut: From the manifest; None for a tensor that is not cut.
-
-    Raises:
-        UserError: some of its elements are not stored.
-    """
+    """A whole tensor, from its parts if it is stored as such. `key`: without a part, such as `parameter/<name>`."""
     if cut is None:
         return files.read(key, 0, prod(shape)).view(shape)
     whole = torch.empty(shape, dtype=torch.float32, device="meta")

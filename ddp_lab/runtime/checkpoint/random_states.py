@@ -28,11 +28,7 @@ def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device) -> None:
-    """Restore the states of this rank's generators.
-
-    Raises:
-        UserError: what is stored is no state of a generator, or none for this device.
-    """
+    """Restore the states of this rank's generators."""
     try:
         torch.set_rng_state(tensors[TORCH])
         if device.type == "cuda":

@@ -41,15 +41,8 @@ POLL_S = 0.05
 
 
 class Saver:
-    """Saves into a folder, which belongs to this run alone until `close`.
-
-    Args:
-        in_background: Copy the tensors, and write them while training continues.
-        keep: How many checkpoints to keep; None for all.
-
-    Raises:
-        UserError: on every rank, if the folder cannot be written, belongs to another run, or is not seen by every rank.
-    """
+    """Saves into a folder, which belongs to this run alone until `close`. Keeps the newest `keep` checkpoints; None:
+    all."""
 
     def __init__(self, folder: Path, ranks: Ranks, in_background: bool, keep: int | None) -> None:
         self.folder, self._ranks, self._in_background, self._keep = folder, ranks, in_background, keep
@@ -82,9 +75,6 @@ class Saver:
         """Save this rank's `tensors`. Rank 0's `manifest` counts, which does not have its files yet. Collective.
 
         In the background: returns when the save before is complete and the tensors are copied.
-
-        Raises:
-            UserError: on every rank, if this save failed, or the one before did in the background.
         """
         self.settle()
         self._step = manifest.step
@@ -101,11 +91,7 @@ class Saver:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until the save in the background is complete. Collective.
-
-        Raises:
-            UserError: on every rank, if it failed on any.
-        """
+        """Wait until the save in the background is complete. Collective."""
         if self._thread is None:
             return
         try:
@@ -172,11 +158,7 @@ class Saver:
 
 
 def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a rank's file into the folder of an unfinished checkpoint.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a rank's file into the folder of an unfinished checkpoint."""
     folder.mkdir(exist_ok=True)
     info = write_tensors(folder / file_name(rank), tensors, metadata)
     sync(folder)
@@ -189,9 +171,6 @@ def commit(folder: Path, target: Path, manifest: Manifest, may_wait: Callable[[]
     """Make the checkpoint `target` of what all ranks have written into `folder`, in the place of one that is there.
 
     Rank 0 does it, and waits for the other ranks here. Returns False when it may wait no longer.
-
-    Raises:
-        OSError: it cannot be written.
     """
     infos = {}
     for rank in range(manifest.world_size):

@@ -32,15 +32,7 @@ from ddp_lab.strategy.strategy import Strategy
 
 
 class Checkpoints:
-    """Finds the checkpoint to resume from when it is created. All its methods but `close` are collective.
-
-    Attributes:
-        origin: The checkpoint that the run resumes from, if any.
-        done: Optimizer steps that were done before.
-
-    Raises:
-        UserError: on every rank: there is no checkpoint to resume from, or no folder to save in.
-    """
+    """Finds the checkpoint to resume from when it is created. All its methods but `close` are collective."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, run_id: str, versions: dict[str, str]) -> None:
         self._ranks, self._run_id, self._versions = ranks, run_id, versions
@@ -55,11 +47,7 @@ class Checkpoints:
                 print(f"{config.label}: skipped: {problem}", flush=True)
 
     def require_steps_left(self, steps: int) -> None:
-        """Check that the checkpoint is not past the end of the run. If it is at the end, only the evaluation is left.
-
-        Raises:
-            UserError: names both numbers.
-        """
+        """Refuse a checkpoint past the end of the run. At the end, only the evaluation is left."""
         if self.done > steps:
             raise UserError(
                 f"--resume: the checkpoint was made after step {self.done}, but this run ends after step {steps}; "
@@ -74,18 +62,10 @@ class Checkpoints:
         steps: int,
         first_step: Callable[[], Sequence[MicroBatch]],
     ) -> TrainingResult:
-        """Restore `strategy` from the checkpoint, if there is one.
+        """Restore `strategy` from the checkpoint, if there is one, and return the results of earlier steps.
 
-        Args:
-            config: With `auto` and the learning rate resolved.
-            steps: Optimizer steps of the whole run.
-            first_step: Makes this rank's micro-batches of the first one.
-
-        Returns:
-            The results of earlier steps.
-
-        Raises:
-            UserError: the checkpoint is of another training, model or optimizer; the strategy supports none.
+        `config` has `auto` and the learning rate resolved; `first_step` makes this rank's micro-batches of the first
+        step.
         """
         # the manifest of later checkpoints
         self._strategy, self._last_step = strategy, steps
@@ -142,11 +122,7 @@ class Checkpoints:
         )
 
     def after_step(self, result: TrainingResult) -> None:
-        """Save a checkpoint if one is due.
-
-        Raises:
-            UserError: on every rank, if that failed.
-        """
+        """Save a checkpoint if one is due."""
         if self._saver and self.is_due(len(result.loss)):
             with during("saving a checkpoint"):
                 tensors, texts = random_states(self._ranks.device)
@@ -162,21 +138,15 @@ class Checkpoints:
                 self._saver.save(tensors, texts, manifest)
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is that this run has saved."""
         assert self._saver is not None, "the run saves checkpoints"
         return self._saver.folder / folder_name(step)
 
     def finish(self) -> None:
-        """Wait until the last save is complete.
-
-        Raises:
-            UserError: on every rank, if it failed.
-        """
+        """Wait until the last save is complete."""
         if self._saver:
             self._saver.settle()
 
     def close(self) -> None:
-        """The run ends, well or not."""
         if self._saver:
             self._saver.close()
 

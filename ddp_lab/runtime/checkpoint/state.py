@@ -33,11 +33,7 @@ def describe(
     dtypes: Mapping[str, torch.dtype] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, TensorInfo]:
-    """Shape and dtype of named tensors, and whether they are trainable. For shards, the shape is that of the whole.
-
-    Args:
-        dtypes, shapes: By name, where it is not that of the tensor.
-    """
+    """Shape and dtype of named tensors, and whether they are trainable. For shards, the shape is that of the whole."""
     dtypes, shapes = dtypes or {}, shapes or {}
     return {
         name: TensorInfo(
@@ -66,11 +62,7 @@ def is_setting(value: object) -> bool:
 
 
 def manifest_of(strategy: Strategy, step: int) -> Manifest:
-    """The manifest of a checkpoint of `strategy`, of all stages, without its files. Collective.
-
-    Raises:
-        UnsupportedError: this choice cannot be saved.
-    """
+    """The manifest of a checkpoint of `strategy`, of all stages, without its files. Collective."""
     strategy.parameter_pieces()
     module, parts = strategy.module, OwnParts(strategy)
     parameters = describe(module.named_parameters(), strategy.parameter_dtypes, parts.shapes)
@@ -96,11 +88,7 @@ def states_in(files: TensorFiles) -> dict[str, str]:
 
 
 def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
-    """What this rank stores, by key. Most are views, so they must be copied before the next step changes them.
-
-    Raises:
-        UnsupportedError: an optimizer state is neither a value for each element nor one for all.
-    """
+    """What this rank stores, by key. Most are views, so they must be copied before the next step changes them."""
     strategy.finish_parameter_synchronization()
     tensors: dict[str, Tensor] = {}
     parts = OwnParts(strategy)
@@ -145,11 +133,7 @@ def flat(strategy: Strategy, tensor: Tensor) -> Tensor:
 
 
 def is_elementwise(name: str, value: object, parameter: Tensor) -> bool:
-    """Whether an optimizer state has a value for each element of a parameter, rather than one for all.
-
-    Raises:
-        UnsupportedError: it is neither.
-    """
+    """Whether an optimizer state has a value for each element of a parameter, rather than one for all."""
     if isinstance(value, Tensor):
         if name != COUNT and value.shape == parameter.shape:
             return True
@@ -166,11 +150,7 @@ def is_elementwise(name: str, value: object, parameter: Tensor) -> bool:
 @torch.no_grad()
 def fill(strategy: Strategy, files: TensorFiles, manifest: Manifest) -> None:
     """Set this rank's parameters, buffers and optimizer to the stored values. Reads only what this rank holds, if
-    parameters are cut over ranks as they are stored.
-
-    Raises:
-        UserError: some values are not stored, or the optimizer is another one.
-    """
+    parameters are cut over ranks as they are stored."""
     if odd := sorted(states_in(files).items() ^ manifest.states.items()):
         raise UserError(f"the checkpoint is damaged: its files and {MANIFEST} differ in {odd[0][0]!r}")
     strategy.finish_parameter_synchronization()
@@ -205,11 +185,7 @@ def fill(strategy: Strategy, files: TensorFiles, manifest: Manifest) -> None:
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set the parameter groups of `optimizer` to the stored settings.
-
-    Raises:
-        UserError: the optimizer has other groups or settings, as it may in another version of torch.
-    """
+    """Set the parameter groups of `optimizer` to the stored settings."""
     own_groups = optimizer.param_groups
     if len(groups) != len(own_groups) or not all(map(takes, own_groups, groups)):
         raise UserError("--resume: the checkpoint's optimizer has other parameter groups, or other settings of them")

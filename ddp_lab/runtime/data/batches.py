@@ -71,11 +71,7 @@ def planned_steps(config: RunConfig, samples: int) -> tuple[RunConfig, int, str]
 
 
 def require_sample_for_each_rank(samples: int, world_size: int) -> None:
-    """Refuse data that leaves a rank without a sample in the first step.
-
-    Raises:
-        UserError: names both numbers.
-    """
+    """Refuse data that leaves a rank without a sample in the first step."""
     if samples < world_size:
         raise UserError(
             f"{samples} training samples for {world_size} ranks; each rank needs one in the first step: raise "
@@ -118,11 +114,7 @@ def token_count(batch: Mapping[str, Tensor]) -> int:
 
 
 def copied_ahead(steps: Iterable[StepData], device: torch.device) -> Iterator[StepData]:
-    """`steps` with all batches on `device`. On CUDA the copy of each step begins when the one before it is asked for.
-
-    Args:
-        steps: With this rank's micro-batches on the CPU.
-    """
+    """`steps` with all batches on `device`. On CUDA the copy of each step begins when the one before it is asked for."""
     if device.type != "cuda":
         yield from (step._replace(micro_batches=[to_device(b, device) for b in step.micro_batches]) for step in steps)
         return

@@ -43,11 +43,7 @@ class Samples:
 
 
 def build(config: RunConfig) -> Workload:
-    """Workload `sample-lm` or `sample-moe`, or `hub` with task causal-lm. Collective.
-
-    Raises:
-        UserError: on every rank: model or data cannot be loaded, or do not fit.
-    """
+    """Workload `sample-lm` or `sample-moe`, or `hub` with task causal-lm. Collective."""
     read_no_masks()
     return _from_hub(config) if config.workload == "hub" else _built_in(config)
 
@@ -111,11 +107,7 @@ def _from_hub(config: RunConfig) -> Workload:
 
 
 def sequence_length(config: RunConfig, model: nn.Module) -> int:
-    """Tokens in a sequence: what the user asks for, or 1024, or what the model takes if that is less.
-
-    Raises:
-        UserError: the model takes fewer than the user asks for.
-    """
+    """Tokens in a sequence: what the user asks for, or 1024, or what the model takes if that is less."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
     if config.sequence_length and most and config.sequence_length > most:
         raise UserError(f"--sequence-length {config.sequence_length}: {config.model} takes at most {most} tokens")

@@ -18,27 +18,16 @@ PROMPT_COLUMNS = ("prompt", "completion")
 
 
 class Source(NamedTuple):
-    """A data set by its name.
-
-    Attributes:
-        name: As `--dataset` takes it.
-        text_column: Where the text is.
-        streams: Read row by row, and no more rows than needed.
-    """
+    """A data set by its name. `streams`: read row by row, and no more rows than needed."""
 
     name: str
     text_column: str
     streams: bool
 
     def tokenized(self, tokenizer: Any, seed: int, length: int, most: tuple[int | None, int]) -> "Text":
-        """All documents as tokens.
+        """All documents as tokens, for sequences of `length`.
 
-        Args:
-            length: Tokens in a sequence.
-            most: Of a stream, read no more than so many sequences, or rows with prompts: to train on, and held out.
-
-        Raises:
-            UserError: the data cannot be read, or lack a column; or names the row that is not text.
+        `most`: of a stream, read no more than so many sequences, or rows with prompts: to train on, and held out.
         """
         train, *held_out = [(data, self._columns(data)) for data in hub.load_splits(self.name, self.streams).values()]
         count, eval_count = most
@@ -62,11 +51,7 @@ class Source(NamedTuple):
         )
 
     def texts(self, most: int) -> list[str]:
-        """At most so many training texts, for a tokenizer to be trained on.
-
-        Raises:
-            UserError: as `tokenized`.
-        """
+        """At most so many training texts, for a tokenizer to be trained on."""
         data = next(iter(hub.load_splits(self.name, self.streams).values()))
         columns, rows = self._columns(data), enumerate(islice(data, most))
         return [text_in(self.name, row[column], column, index) for index, row in rows for column in columns]
@@ -113,11 +98,6 @@ def _names(data: Any) -> list[str]:
 
 
 def text_in(name: str, text: Any, column: str, row: int) -> str:
-    """`text`, if it is text.
-
-    Raises:
-        UserError: names the data set, the row and the column.
-    """
     if not isinstance(text, str):
         raise UserError(f"--dataset {name}: row {row} (from 0), column {column}: {text!r} is not text")
     return text

@@ -12,11 +12,7 @@ FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl":
 
 
 def require_found(config: RunConfig) -> None:
-    """Check what `config` names on this machine's disk. What may be on the hub is not looked for.
-
-    Raises:
-        UserError: it is not there, has nothing in it, or is of an unknown type.
-    """
+    """Check what `config` names on this machine's disk. What may be on the hub is not looked for."""
     if is_own(config.workload):
         require_function(config.workload)  # what it makes of the other names is its own affair
         return
@@ -39,11 +35,7 @@ def require_found(config: RunConfig) -> None:
 
 
 def require_function(name: str) -> tuple[Path, str]:
-    """The file and the function of `FILE.py:FUNCTION`.
-
-    Raises:
-        UserError: there is no such file, or it never has the name of the function.
-    """
+    """The file and the function of `FILE.py:FUNCTION`."""
     path, _, function = name.rpartition(":")
     if not path.endswith(".py") or not function:
         raise UserError(f"--workload {name}: name a file and a function in it, such as workload.py:build")

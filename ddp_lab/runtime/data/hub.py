@@ -23,23 +23,15 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels in the order of the classes.
-
-    Attributes:
-        values: As the data have them.
-        names: As a person reads them.
-    """
+    """Labels in the order of the classes: `values` as the data have them, `names` as a person reads them."""
 
     values: tuple[Any, ...]
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, data: Any, column: str, where: str) -> "Labels":
-        """Those of a column of a `datasets.Dataset`: all that a ClassLabel names, or else the values found, sorted.
-
-        Raises:
-            UserError: the column has lists, fractions or fewer than two labels. Begins with `where`.
-        """
+        """The labels of a column of a `datasets.Dataset`: all that a ClassLabel names, or else the distinct values,
+        sorted."""
         from datasets import ClassLabel, Value
 
         feature = data.features[column]
@@ -60,7 +52,6 @@ class Labels:
 
     @property
     def numbers(self) -> dict[Any, int]:
-        """The number of each value's class."""
         return {value: number for number, value in enumerate(self.values)}
 
     def in_order_of(self, head: Mapping[str, int]) -> "Labels":
@@ -71,7 +62,6 @@ class Labels:
         return Labels(tuple(value for value, _ in pairs), tuple(name for _, name in pairs))
 
     def listing(self) -> str:
-        """The values, or the first few of them."""
         return self._line(self.values)
 
     @staticmethod
@@ -130,11 +120,7 @@ class LoadedLM(NamedTuple):
 @during(BUILDING)
 def load_causal_lm(name: str) -> LoadedLM:
     """A pretrained causal language model; or one with random weights, if `name` is a folder that has a config.json
-    only.
-
-    Raises:
-        UserError: it cannot be loaded, or its tokenizer has no end-of-sequence token.
-    """
+    only."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -160,11 +146,7 @@ def load_causal_lm(name: str) -> LoadedLM:
 
 
 def load_splits(name: str, streams: bool = False) -> dict[str, Any]:
-    """Split `train`, or the first one; then split `test` or `validation`, if there is one.
-
-    Raises:
-        UserError: the data set cannot be loaded.
-    """
+    """Split `train`, or the first one; then split `test` or `validation`, if there is one."""
     splits = _load("data set", name, lambda: _read_splits(name, streams))
     training = "train" if "train" in splits else next(iter(splits))
     held_out = [split for split in HELD_OUT_SPLITS if split in splits and split != training]
@@ -179,15 +161,11 @@ def label_numbers(name: str) -> dict[str, int]:
 
 
 class Columns(NamedTuple):
-    """The names of the columns that are used."""
-
     text: str = "text"
     label: str = "label"
 
 
 class LabelledText(NamedTuple):
-    """Samples to train on and held-out ones, and the labels that they may have."""
-
     train: Any
     evaluation: Any
     labels: Labels
@@ -198,9 +176,6 @@ def load_labelled_text(name: str, columns: Columns, train_samples: int, eval_sam
 
     Held-out samples come from split `test` or `validation`, or from the end of the training data if there is neither.
     Labels are those of all training data, however few samples are used.
-
-    Raises:
-        UserError: the data set cannot be loaded, lacks a column, or has a row without a text or with an unknown label.
     """
     splits = load_splits(name)
     for data in splits.values():

@@ -23,17 +23,11 @@ TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForCausalLM": "CAUSAL_LM", "LM
 
 
 def with_adapters(workload: Workload, config: RunConfig) -> Workload:
-    """`workload` with LoRA adapters of rank `config.lora_rank` in its model. Raises as `adapted`."""
     return replace(workload, model=adapted(workload.model, config.workload, config.lora_rank or 0, config.lora_alpha))
 
 
 def adapted(model: nn.Module, name: str, rank: int, alpha: int | None = None) -> nn.Module:
-    """The model of the workload `name` with adapters, and the rest frozen.
-
-    Raises:
-        UserError: peft is not installed, or the model is neither a text classifier nor a causal language model of
-            transformers.
-    """
+    """The model of the workload `name` with adapters, and the rest frozen."""
     if find_spec("peft") is None:
         raise UserError("--lora-rank: peft is not installed; run: uv sync --extra lora")
     from peft import LoraConfig, get_peft_model
@@ -52,11 +46,7 @@ def adapted(model: nn.Module, name: str, rank: int, alpha: int | None = None) ->
 
 
 def save_adapter(strategy: Strategy, folder: Path) -> None:
-    """Write what has been trained, whole or not at all, for `peft.PeftModel.from_pretrained`. Collective.
-
-    Raises:
-        UserError: on every rank: it cannot be written.
-    """
+    """Write what has been trained, whole or not at all, for `peft.PeftModel.from_pretrained`. Collective."""
     state = strategy.full_state_dict()
 
     def write() -> None:

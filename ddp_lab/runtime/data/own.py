@@ -33,9 +33,6 @@ def build(config: RunConfig) -> Workload:
     """What the user's function returns, tried on one batch. Collective.
 
     The first rank of each node builds before the others, which then find what it has downloaded.
-
-    Raises:
-        UserError: on every rank: there is no such file or function, it raises, or what it returns cannot be trained on.
     """
     name = config.workload
     workload = node_leader_first(lambda: _call(_function(name), config))

@@ -18,13 +18,8 @@ from ddp_lab.strategy.batches import IGNORED
 
 
 class Documents(NamedTuple):
-    """Token ids of documents, one after the other.
-
-    Attributes:
-        tokens: Of shape (tokens,).
-        lengths: Tokens of each document.
-        given: For each document, how many tokens at its beginning are no targets: at least the first, or a prompt.
-    """
+    """Token ids of documents, one after the other: `tokens` of shape (tokens,), and by document its length, and how
+    many tokens at its beginning are no targets: at least the first, or a prompt."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -44,14 +39,10 @@ class Documents(NamedTuple):
 
 class TokenSequences(Sequence[dict[str, Tensor]]):
     """Sequences of at most `length` tokens. A sample has `input_ids`, `labels` and `position_ids`, each of shape
-    (tokens,).
+    (tokens,). Sequences without a target are left out.
 
-    Sequences without a target are left out.
-
-    Args:
-        packs: Put documents one after the other, so that all sequences but the last are full. Otherwise a sequence
-            holds tokens of one document.
-        cuts: A document that is longer than a sequence goes on in the next. Otherwise the rest of it is left out.
+    `packs`: documents follow one another, so all sequences but the last are full; otherwise a sequence holds tokens of
+    one document. `cuts`: a longer document goes on in the next sequence; otherwise its end is left out.
     """
 
     def __init__(self, documents: Documents, length: int, packs: bool = True, cuts: bool = True) -> None:

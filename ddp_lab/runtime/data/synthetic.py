@@ -63,11 +63,8 @@ class DigitsCNN(nn.Module):
 
 
 class SyntheticSamples(Sequence[dict[str, Tensor]]):
-    """`count` random samples, made when they are read; the same for the same seed and index.
-
-    Args:
-        width: Features of a regression sample; None for tokens.
-    """
+    """`count` random samples, made when they are read; the same for the same seed and index. `width`: features of a
+    regression sample; None for tokens."""
 
     def __init__(self, count: int, seed: int, width: int | None) -> None:
         self._count, self._seed, self._width = count, seed, width

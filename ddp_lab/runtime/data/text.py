@@ -22,11 +22,7 @@ LLAMA_SHAPES = {
 
 
 def build(config: RunConfig) -> Workload:
-    """Workload `sample`, `smollm2-360m` or `yelp`. Collective.
-
-    Raises:
-        UserError: on every rank: model or data set cannot be loaded, or do not fit.
-    """
+    """Workload `sample`, `smollm2-360m` or `yelp`. Collective."""
     read_no_masks()
     counts = (config.train_samples or TRAIN_SAMPLES, config.eval_samples or EVAL_SAMPLES)
     return _from_hub(config, *counts) if config.workload in ("yelp", "hub") else _built_in(config, *counts)
@@ -62,12 +58,7 @@ def _built_in(config: RunConfig, train_samples: int, eval_samples: int) -> Workl
 
 
 def train_tokenizer(texts: list[str], vocabulary: int, end: str) -> str:
-    """A byte-level BPE tokenizer trained on `texts`, as JSON.
-
-    Args:
-        vocabulary: The most tokens that it has.
-        end: A token that ends texts.
-    """
+    """A byte-level BPE tokenizer of at most `vocabulary` tokens, trained on `texts` that `end` ends, as JSON."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -84,7 +75,6 @@ def train_tokenizer(texts: list[str], vocabulary: int, end: str) -> str:
 
 
 def load_trained_tokenizer(as_json: str, end: str | None = None) -> Any:
-    """`train_tokenizer`'s, for transformers."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

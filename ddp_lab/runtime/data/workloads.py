@@ -16,11 +16,7 @@ BUILT_IN_LANGUAGE = ("sample-lm", "sample-moe")
 
 
 def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:
-    """`config` with the workload that `auto` means, and the task that the workload has.
-
-    Raises:
-        UserError: the two do not fit, or a flag is for another task.
-    """
+    """`config` with the workload that `auto` means, and the task that the workload has."""
     workload, task = config.workload, config.task
     if workload == AUTO and task == CAUSAL_LM:
         workload = "hub" if config.model or config.dataset else "sample-lm"
@@ -39,11 +35,7 @@ def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:
 
 
 def _require_reads(config: RunConfig, workload: str, task: str) -> None:
-    """Check that one of the project's workloads reads the model and the data that the user names.
-
-    Raises:
-        UserError: names the flag that it does not read.
-    """
+    """Check that one of the project's workloads reads the model and the data that the user names."""
     if (config.model or config.dataset) and workload not in ("yelp", "hub"):
         raise UserError(f"--model and --dataset go with --workload hub or yelp, or your own, not {workload}")
     for name, default in (("text_column", "text"), ("label_column", "label"), ("streaming", False)):
@@ -56,11 +48,7 @@ def _require_reads(config: RunConfig, workload: str, task: str) -> None:
 
 
 def build_workload(config: RunConfig) -> "Workload":
-    """The workload that `config.workload` names, the same on every rank, with adapters or in bf16 if asked. Collective.
-
-    Raises:
-        UserError: on every rank: model or data cannot be found, or do not fit.
-    """
+    """The workload that `config.workload` names, the same on every rank, with adapters or in bf16 if asked. Collective."""
     from ddp_lab.runtime.groups import on_every_rank
     from ddp_lab.runtime.watch.phases import READING, between_steps
     from ddp_lab.strategy.building import bring_to

@@ -58,10 +58,6 @@ class PacedWork(dist._Work):
         self._delivered = delivered
 
     def wait(self, timeout: Any = None) -> bool:
-        """
-        Raises:
-            RuntimeError: Gloo's, such as that of its timeout.
-        """
         values_of(self._delivered.wait())
         return True
 
@@ -87,10 +83,7 @@ def values_of(delivered: Any) -> Any:
 class Delivery:
     """A thread, and the parcels that wait for it: all collectives of a group, or all messages from one rank to another.
 
-    Args:
-        name: The same on all ranks of the group.
-        members: Ranks, by their numbers in the whole world.
-        rank: This one's place in `members`.
+    `name` is the same on all ranks of the group; `rank` is this one's place in `members`, ranks of the world.
     """
 
     def __init__(self, name: str, ledger: Ledger, members: Sequence[int], rank: int) -> None:
@@ -104,10 +97,8 @@ class Delivery:
     def send(self, kind: str, shown: Tensor | None, messages: Schedule, issue: Callable[[], Any]) -> PacedWork:
         """Issue, and deliver when it is due. Waits while too many are on their way.
 
-        Args:
-            kind: One of `OPERATORS`, which a trace shows until it is delivered.
-            shown: The tensor whose shape its span shows, if any.
-            issue: Lets Gloo move it; answers with Gloo's future, or its work where it has no future.
+        `kind`: one of `OPERATORS`, which a trace shows until it is delivered, with the shape of tensor `shown`. `issue`
+        lets Gloo move it, and returns Gloo's future, or its work where it has no future.
         """
         self._room.acquire()
         self._count += 1

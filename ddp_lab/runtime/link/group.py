@@ -38,12 +38,8 @@ from ddp_lab.runtime.link.speed import Link, Nodes
 
 
 class PacedGroup(dist.ProcessGroup):
-    """Methods are those of `torch.distributed.ProcessGroup`. What no strategy issues is not paced, and so is refused.
-
-    Args:
-        inner: A group over Gloo.
-        members: Its ranks, by their numbers in the whole world.
-    """
+    """Methods are those of `torch.distributed.ProcessGroup`, over Gloo's group `inner` of these members of the world.
+    What no strategy issues is not paced, and so is refused."""
 
     def __init__(self, inner: dist.ProcessGroup, members: Sequence[int], times: Ledger) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -228,12 +224,7 @@ for _name in NOT_PACED:
 @contextmanager
 def paced_groups(link: Link | None, nodes: Nodes | None = None) -> Iterator[None]:
     """Within this context the default process group, and all that are made of it, are paced; not if `link` is None.
-
-    Collective.
-
-    Args:
-        nodes: With a link of its own for what goes between nodes. Default: `link` carries all.
-    """
+    `nodes` have a link of their own for what goes between them. Collective."""
     inner = dist.group.WORLD
     if link is None or inner is None:
         yield
@@ -248,11 +239,7 @@ def paced_groups(link: Link | None, nodes: Nodes | None = None) -> Iterator[None
 
 
 def shared_ledger(group: dist.ProcessGroup, link: Link, nodes: Nodes | None) -> Ledger:
-    """The ledger of the default group's ranks. Collective.
-
-    Raises:
-        UserError: a rank cannot open it.
-    """
+    """The ledger of the default group's ranks. Collective."""
     path = from_rank0(lambda: ledger.make_file(group.size()))
     try:
         return on_every_rank(lambda: Ledger(path, group.size(), link, nodes))

@@ -133,12 +133,7 @@ def layout(ranks: int) -> np.dtype:
 
 
 class Ledger:
-    """
-    Args:
-        path: A file that `make_file` has made.
-        world_size: Ranks, each with a link of its own.
-        nodes: With a second link each.
-    """
+    """The ledger in a file of `make_file`: each rank has a link, and with `nodes` a second one."""
 
     def __init__(self, path: Path, world_size: int, link: Link, nodes: Nodes | None = None) -> None:
         self._link, self._nodes = link, nodes
@@ -156,11 +151,7 @@ class Ledger:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def group(self, name: str) -> int:
-        """The number of a process group.
-
-        Raises:
-            RuntimeError: there are too many.
-        """
+        """The number of a process group."""
         code, names = zlib.crc32(name.encode()) + 1.0, self._cells["names"]
         with self._locked():
             for number in range(GROUPS):
@@ -179,11 +170,8 @@ class Ledger:
         slot["numbers"][rank] = number  # no lock: it is this rank's, and others look when Gloo has moved data since
 
     def delivery(self, group: int, number: int, rank: int, members: tuple[int, ...], schedule: Schedule) -> float:
-        """When the links have delivered all that `rank` sends and receives, as `time.monotonic`.
-
-        Args:
-            members: The group's ranks, by their numbers in the whole world.
-        """
+        """When the links have delivered all that `rank` sends and receives, as `time.monotonic`. `members`: the group's
+        ranks, by their numbers in the whole world."""
         slot = self._slot(group, number)
         ends, times, numbers = slot["ends"], slot["times"][: len(members)], slot["numbers"][: len(members)]
         with self._locked():
@@ -243,13 +231,11 @@ class Ledger:
 
 
 def carry(link: NDArray[np.float64], ready: float, seconds: float) -> float:
-    """Let a link work so long, in the time from `ready` on in which it is idle; when it is done.
+    """Let a link work so long, in the time from `ready` on in which it is idle; when it is done. `link`: begin and end
+    of the times in which it works, which this adds to.
 
-    Messages are put on links when somebody asks, which is not the order in which they are ready. So a message may
-    also use the time before one that was put there earlier.
-
-    Args:
-        link: Begin and end of the times in which it works, which this adds to.
+    Messages are put on links when somebody asks, which is not the order in which they are ready. So a message may also
+    use the time before one that was put there earlier.
     """
     spans = [(begin, stop) for begin, stop in link.tolist() if stop]
     pieces, end, remaining_s = [], ready, seconds
@@ -289,11 +275,7 @@ class _Call(NamedTuple):
 
 
 def make_file(world_size: int) -> Path:
-    """An empty ledger for so many ranks. Whoever has all ranks open it removes it.
-
-    Raises:
-        UserError: it cannot be made.
-    """
+    """An empty ledger for so many ranks. Whoever has all ranks open it removes it."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     try:
         descriptor, name = tempfile.mkstemp(prefix="link-", dir=folder)

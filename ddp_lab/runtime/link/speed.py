@@ -16,23 +16,14 @@ LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt]?bit)(?:,([0-9]+(?:\.[0-9]+)?)(u
 
 @dataclass(frozen=True)
 class Link:
-    """The link of one rank. It carries both directions at once.
-
-    Attributes:
-        bits_per_s: In each direction.
-        latency_s: One way, of each message.
-    """
+    """The link of one rank, `bits_per_s` in each direction at once. `latency_s`: one way, of each message."""
 
     bits_per_s: int
     latency_s: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> "Link | None":
-        """The link that `text` names; None for `none`.
-
-        Raises:
-            UserError: the text names no link.
-        """
+        """The link that `text` names; None for `none`."""
         if text.lower() == NONE:
             return None
         parts = LINK.fullmatch(text.lower())
@@ -55,23 +46,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Ranks stand on nodes, and each has a second link, which leads to the ranks of other nodes.
-
-    Attributes:
-        size: Ranks of a node: neighbours.
-        link: The second link of each.
-    """
+    """Nodes of `size` neighbouring ranks, of which each has a second link, which leads to the ranks of other nodes."""
 
     size: int
     link: Link
 
     @classmethod
     def of(cls, count: int | None, outer_link: str | None, world_size: int) -> "Nodes | None":
-        """What `--nodes` and `--outer-link` say; None if they say nothing.
-
-        Raises:
-            UserError: the ranks do not divide into so many nodes.
-        """
+        """What `--nodes` and `--outer-link` say; None if they say nothing."""
         link = Link.parse(outer_link or NONE)
         if count is None or link is None:
             return None
@@ -80,14 +62,10 @@ class Nodes:
         return cls(world_size // count, link)
 
     def are_between(self, sender: int, receiver: int) -> bool:
-        """Whether these two ranks are on different nodes."""
+        """Whether two ranks are on different nodes."""
         return sender // self.size != receiver // self.size
 
 
 def canonical(text: str) -> str:
-    """The one way to write a link: `1gbit` for `1000mbit`.
-
-    Raises:
-        UserError: the text names no link.
-    """
+    """The one way to write a link: `1gbit` for `1000mbit`."""
     return str(Link.parse(text) or NONE)

@@ -106,9 +106,8 @@ class Output(io.FileIO):
     """A standard stream of this process. Once it cannot be written, what follows is dropped: no `print` raises an
     OSError.
 
-    Args:
-        goes_on: Whether the program then goes on, after a line on standard error. If not, it ends with code 1, and
-            without that line where a pipe's reader has seen enough, as `head` does.
+    The program then `goes_on`, after a line on standard error; or it ends with code 1, and without that line where a
+    pipe's reader has seen enough, as `head` does.
     """
 
     def __init__(self, descriptor: int, goes_on: bool) -> None:

@@ -47,10 +47,7 @@ def adopt_launcher(environ: Environment) -> None:
 
 
 def require_launcher(environ: Mapping[str, str]) -> None:
-    """
-    Raises:
-        UserError: no launcher started this process.
-    """
+    """Refuse a process that no launcher has started."""
     missing = [
         name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ
     ]
@@ -134,10 +131,9 @@ def port_of(job: str) -> int:
 @contextmanager
 def stop_requests(saves: bool) -> Iterator[Callable[[], bool]]:
     """Within this context SIGUSR1 does not end the process. Yields what says whether this rank has been asked to stop.
-    The ranks agree on a step elsewhere (`Strategy.wants_to_stop`).
 
-    Args:
-        saves: Whether the run has checkpoints. If not, it goes on, and each rank answers the signal with one line.
+    The ranks agree on a step elsewhere (`Strategy.wants_to_stop`). A run that does not save goes on, and each rank
+    answers the signal with one line.
     """
     arrived: list[int] = []
 
@@ -179,16 +175,12 @@ def raise_stopped(number: int, frame: object) -> NoReturn:
 
 
 def require_not_stopped() -> None:
-    """
-    Raises:
-        Stopped: a signal has arrived, and the error was lost.
-    """
+    """Raise `Stopped` if a signal has arrived, and the error was lost."""
     if _arrived:
         raise Stopped(_arrived[0])
 
 
 def answer_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
-    """Let `handler` answer all that are `STOPPING`."""
     for number in STOPPING:
         signal.signal(number, handler)
 

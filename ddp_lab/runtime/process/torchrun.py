@@ -34,16 +34,10 @@ def quiet_torchrun() -> None:
 
 def start_ranks(config: RunConfig, ranks: int, registry: Registry) -> bool:
     """Train on `ranks` ranks, under the agent of `torchrun` in this process. Returns False if training failed, after
-    printing one line with the cause.
+    printing one line with the cause. Raises `Stopped` if a signal has ended it.
 
     Ranks without a GPU are forked: they need not import torch, which takes most of a start. A forked process cannot use
     CUDA if its parent has, so ranks with a GPU are processes of `ddp-lab train`.
-
-    Args:
-        config: As the ranks can train with it (`ddp_lab.runtime.entrypoint.configured`).
-
-    Raises:
-        Stopped: a signal has ended it; tells whether a rank has printed so.
     """
     # imports, before ranks are forked
     forks, label = not sees_gpu(), config.label

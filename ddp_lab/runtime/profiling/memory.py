@@ -63,12 +63,10 @@ class Allocations:
 
     A workspace is what an operator allocates and frees before it ends, such as oneDNN's packed copies of the operands
     of a bf16 product. Which there are depends on the processor. A GPU's allocator has a peak of its own, which holds
-    them too, so there they count as tensors.
+    them too, so there they count as tensors, and `workspace_peak` (bytes) is None.
 
-    Attributes:
-        tensors: Times (ns) at which the bytes of tensors changed, in order, each with the bytes from then on. The first
-            row, at time 0, is what was allocated when the profile began.
-        workspace_peak: The most bytes of workspaces at one time; None on a GPU.
+    `tensors`: times (ns) at which the bytes of tensors changed, in order, each with the bytes from then on; the first
+    row, at time 0, is what was allocated when the profile began.
     """
 
     tensors: list[tuple[int, int]]
@@ -76,17 +74,12 @@ class Allocations:
 
     @property
     def peak(self) -> int:
-        """The most bytes of tensors at one time."""
         return max(nbytes for _, nbytes in self.tensors)
 
 
 def allocations_of(profiler: profile, device_type: str = "cpu", at_start: int = 0) -> Allocations:
-    """What was allocated during a profile.
-
-    Args:
-        profiler: Has ended. It had `profile_memory=True`, and on CPU it ran within `counting_on_all_threads`.
-        at_start: Bytes that were allocated when it began.
-    """
+    """What was allocated during a profile that has ended, with `profile_memory=True`, on CPU `counting_on_all_threads`.
+    `at_start`: bytes that were allocated when it began."""
     reports = [event for event in profiled_events(profiler) if event.tag.name == "Allocation"]
     reports = [event for event in reports if event.extra_fields.device.type == device_type]
     reports.sort(key=lambda event: (event.start_time_ns, event.extra_fields.total_allocated))

@@ -28,13 +28,11 @@ MOST_SAMPLES = 400
 
 
 def record_step_memory(strategy: Strategy, step: StepData, clip_grad_norm: float | None) -> dict[str, Any] | None:
-    """Peaks and timeline (`docs/run-record.md`) of an optimizer step, in bytes and ms. Collective.
+    """Peaks and timeline (`docs/run-record.md`) of an optimizer step, in bytes and ms; None, on every rank, if a step
+    diverges. Collective.
 
     An unrecorded step on the same batch comes first: it frees the tensors of earlier batches, which the recorded step
     could not tell from its own. If the run was too short for the strategy to settle, more such steps come first.
-
-    Returns:
-        None, on every rank, if a step diverges.
     """
     before = max(1, strategy.settling_steps - strategy.optimizer_steps)
     recorder = MemoryRecorder(strategy)
@@ -148,11 +146,8 @@ def build_timeline(
 ) -> dict[str, Any]:
     """Columns with a value for each sample, and the phases of the step. The time that sampling took is subtracted.
 
-    Args:
-        moments: Where each sample was taken, and what the components held.
-        marks: By number of a sample, when it began and ended, in ns.
-        phases: Start (ns), end (ns) and name.
-        curve: `Allocations.tensors`. Its first time is before everything else.
+    `moments`: where each sample was taken, and what the components held. `marks`: by number of a sample, when it began
+    and ended, in ns. `phases`: start (ns), end (ns) and name. `curve`: `Allocations.tensors`.
     """
     order = sorted(marks, key=lambda index: marks[index])
     begin = marks[order[0]][1]

@@ -39,17 +39,10 @@ class QuietProfile(profile):
 
 
 class WindowProfiler(StepFollower):
-    """Follows the training loop and writes a trace at the end of each window.
+    """Follows the training loop and writes a trace of `config`'s schedule at the end of each window.
 
-    Args:
-        config: Its schedule is used. On a rank that it does not profile, nothing is recorded.
-        trace_folder: For this rank's traces.
-        run_id: The first part of their names.
-        settle: Waits for all communication that this rank has in flight.
-        settling_steps: So many first steps are never profiled (`Strategy.settling_steps`).
-
-    Attributes:
-        write_problem: Why the last trace could not be written; None if all were.
+    The first `settling_steps` are never profiled (`Strategy.settling_steps`). `settle` waits for all communication that
+    this rank has in flight. `write_problem`: why the last trace could not be written; None if all were.
     """
 
     def __init__(
@@ -124,12 +117,8 @@ class WindowProfiler(StepFollower):
 
 
 def write_trace(profiler: profile, path: Path) -> None:
-    """Write the window as a gzip Chrome trace, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-        EOFError: the profiler wrote only a part of it. On a full disk it does so without an error.
-    """
+    """Write the window as a gzip Chrome trace, whole or not at all. On a full disk the profiler writes only a part of
+    it, without an error: EOFError."""
     plain = path.with_name(f".{path.name}.json")
     try:
         plain.touch()

@@ -13,16 +13,13 @@ from ddp_lab.strategy.batches import sample_count
 
 
 def model_flops(module: nn.Module, micro_batch: Mapping[str, Tensor]) -> float | None:
-    """FLOPs of one forward and backward pass, for each sample. None if the module cannot run without data.
+    """FLOPs of one forward and backward pass, for each sample, where padding counts. None if the module cannot run
+    without data.
 
     This is what model FLOPs utilization is defined by (Chowdhery et al., 2022, "PaLM", appendix B): of matrix products,
     convolutions and attention; a multiplication and an addition are two. Attention counts with its whole matrix of
     scores, causal or not. What a kernel computes again in backward does not count. It is counted by operator
     (`torch.utils.flop_counter`) on a copy whose tensors are on the meta device, so nothing is computed or allocated.
-
-    Args:
-        module: The plain one, before a strategy takes it.
-        micro_batch: Its keyword arguments. Padding counts like other tokens.
     """
     tensors = [*module.parameters(), *module.buffers()]
     without_data: dict[int, Any] = {id(tensor): as_meta(tensor) for tensor in tensors}

@@ -22,11 +22,7 @@ Write = Callable[[dict[str, Any]], None]
 
 @contextmanager
 def step_metrics(config: RunConfig, run_id: str, is_main: bool) -> Iterator[Callable[[TrainingResult], None]]:
-    """Yields a function to call after each step. It does nothing on ranks other than 0. Entering it is collective.
-
-    Raises:
-        UserError: on every rank, if a sink cannot be opened.
-    """
+    """Yields a function to call after each step. It does nothing on ranks other than 0. Entering it is collective."""
     with ExitStack() as stack:
         writes: list[Write] = []
 

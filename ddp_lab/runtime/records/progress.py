@@ -99,11 +99,7 @@ def compiled(stats: dict[str, Any]) -> str:
 
 
 def leave_config(run: RunSoFar, world_size: int) -> None:
-    """Write the file that repeats this run: the settings of its record, and the very checkpoint that it resumed from.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write the file that repeats this run: the settings of its record, and the very checkpoint that it resumed from."""
     config, path = run.config, choice_folder(run.config) / f"{run.run_id}.config.toml"
     if run.resumed_from:
         config = replace(config, resume=run.resumed_from["path"])
@@ -112,11 +108,7 @@ def leave_config(run: RunSoFar, world_size: int) -> None:
 
 
 def leave_stopped(run: RunSoFar, steps: int, checkpoint: Path) -> None:
-    """Write the record of a run that ends because SIGUSR1 asked it to, and say so.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write the record of a run that ends because SIGUSR1 asked it to, and say so."""
     steps_done, path = len(run.result.loss), choice_folder(run.config) / f"{run.run_id}.run.json"
     message = f"stopped by SIGUSR1 after step {steps_done} of {steps}; checkpoint: {checkpoint}"
     write_json(path, run.record(Ending(STOPPED, step=steps_done, message=message)))
@@ -124,11 +116,7 @@ def leave_stopped(run: RunSoFar, steps: int, checkpoint: Path) -> None:
 
 
 def leave_record(run: RunSoFar) -> None:
-    """Write the record of a run that has completed, and say how it went.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write the record of a run that has completed, and say how it went."""
     record, label = run.record(Ending(COMPLETED)), run.config.label
     path = choice_folder(run.config) / f"{run.run_id}.run.json"
     write_json(path, record)

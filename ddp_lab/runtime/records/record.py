@@ -29,11 +29,7 @@ def make_run_id() -> str:
 
 def make_trace_folder(config: RunConfig, rank: int) -> Path:
     """Make the folder for this rank's traces, and check that files can be written there. A rank that writes no traces
-    gets the choice's folder.
-
-    Raises:
-        UserError: they cannot.
-    """
+    gets the strategy's folder."""
     folder = choice_folder(config) / (f"rank_{rank}" if config.profiles(rank) else "")
     probe = folder / f".write-test-{os.getpid()}"
     try:
@@ -48,11 +44,8 @@ def make_trace_folder(config: RunConfig, rank: int) -> Path:
 
 
 def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """For each rank, in bytes: what it holds at rest, what the formula expects, and what it held in a step. Collective.
-
-    Args:
-        step_memory: What `memory_timeline.record_step_memory` has just returned.
-    """
+    """For each rank, in bytes: what it holds at rest, what the formula expects, and what it held in a step
+    (`memory_timeline.record_step_memory`). Collective."""
     expected = strategy.expected_memory(size)
     own_row = {
         "rank": dist.get_rank(),
@@ -76,13 +69,9 @@ def timed_steps(result: TrainingResult, earlier: int, settling: int) -> list[int
 
 
 def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict[str, float | None]:
-    """Throughput and median time of the timed steps, without warm-up: the first step, and those in which the strategy
-    settled. Throughput is that of all ranks, and this rank's own; None if there are no such steps, or no tokens.
-
-    Args:
-        earlier: Steps of the run before, from whose checkpoint this one resumed.
-        settling: `Strategy.settling_steps`.
-    """
+    """Throughput and median time of the timed steps, without warm-up: the first step, those before the run resumed
+    (`earlier`), and those in which the strategy settled. Throughput is that of all ranks, and this rank's own; None if
+    there are no such steps, or no tokens."""
     columns = (result.step_time_s, result.samples, result.tokens, result.own)
     timed: list[Any] = [[column[step] for column in columns] for step in timed_steps(result, earlier, settling)]
     total_s = sum(seconds for seconds, *_ in timed)

@@ -62,19 +62,7 @@ class Setup(NamedTuple):
 
 
 class RunSoFar:
-    """Filled in step by step.
-
-    Attributes:
-        run_id: Empty until the ranks have agreed on one.
-        steps: Optimizer steps of the whole run; 0 until they are known.
-        evaluation: None until the run has evaluated.
-        generated: Text that the model made; None without `--generate`.
-        memory: A row for each rank; empty until memory is recorded.
-        throughput: The same for samples and tokens per second, and for what the host waited for.
-        latest_collectives: Those that this rank has issued last.
-        stop_request: Whether this rank has been asked to stop.
-        resumed_from: The checkpoint that the run resumed from; None if it did not.
-    """
+    """What is known of the run. `steps` is 0, `run_id` empty and the rest None or empty until it is known."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.run_id, self.steps = config, "", 0

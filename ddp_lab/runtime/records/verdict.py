@@ -26,11 +26,7 @@ class Finding(NamedTuple):
 
 
 def verdict(record: Row) -> list[str]:
-    """What was found, and what to try next; no line of a run that recorded no waits.
-
-    Args:
-        record: A run record (`docs/run-record.md`) of a run that completed.
-    """
+    """What was found, and what to try next; no line of a run that recorded no waits."""
     rows: list[Row] = record["throughput"]
     if not rows:
         return []

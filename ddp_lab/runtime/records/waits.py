@@ -50,10 +50,10 @@ def arrivals(result: TrainingResult, steps: Sequence[int], calls: Sequence[Call]
 
 def lateness(ranks: Sequence[Mapping[Place, float]], hosts: Sequence[str]) -> list[float | None]:
     """For each rank, the longest time in a step by which it came last to a collective, after the middle one of the
-    others: mean over steps, in seconds. A step ends with a collective of all, so a delay counts in its own step alone.
+    other ranks: mean over steps, in seconds. A step ends with a collective of all, so a delay counts in its own step
+    alone.
 
-    Args:
-        hosts: Clocks of several hosts cannot be compared; then all is None, as with fewer than `FEWEST_STEPS`.
+    Clocks of several hosts cannot be compared; then all is None, as with fewer than `FEWEST_STEPS`.
     """
     latest: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(ranks))
     for call in {call for calls in ranks for call in calls}:

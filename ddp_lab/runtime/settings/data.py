@@ -156,11 +156,7 @@ class BatchSettings:
         return max(1, round(self.global_batch_size / unit)) * unit
 
     def micro_batch_size(self, data_parallel_size: int) -> int:
-        """Samples in one micro-batch of one rank. `data_parallel_size`: ranks that see different samples.
-
-        Raises:
-            UserError: `global_batch_size` does not divide into whole micro-batches; names the nearest sizes that do.
-        """
+        """Samples in one micro-batch of one rank. `data_parallel_size`: ranks that see different samples."""
         unit = self.grad_accum_steps * data_parallel_size
         if self.global_batch_size % unit:
             below = self.global_batch_size // unit * unit

@@ -109,11 +109,7 @@ def flag_name(field_name: str) -> str:
 
 
 def check_values(settings: Any) -> None:
-    """Bring the values of a frozen dataclass into their normal form, and check each.
-
-    Raises:
-        UserError: names the first that is wrong.
-    """
+    """Bring the values of a frozen dataclass into their normal form, and check each."""
     for field in flags_of(settings):
         value, name, about = getattr(settings, field.name), flag_name(field.name), field.metadata
         if value is None:
@@ -130,11 +126,7 @@ def check_values(settings: Any) -> None:
 
 
 def check_combinations(fields: "Sequence[dataclasses.Field[Any]]", values: Mapping[str, Any]) -> None:
-    """Check what `fields` need and exclude. Conditions on what is not in `values` are left out.
-
-    Raises:
-        UserError: names the first flag that does not go with another.
-    """
+    """Check what `fields` need and exclude. Conditions on what is not in `values` are left out."""
     for field in fields:
         value, about = values[field.name], field.metadata
         for condition in (*about["needs"], *about["excludes"]):

@@ -56,10 +56,6 @@ _mesh, _communication = (partial(flag, group, resume=MAY_DIFFER) for group in ("
 
 
 def canonical_mesh(text: str) -> str:
-    """
-    Raises:
-        UserError: it is no mesh.
-    """
     mesh = Mesh.parse(text)
     if EXPERT in mesh.degrees and not mesh.degrees.keys() <= {DATA, EXPERT, TENSOR}:
         raise UserError(f"--mesh {text}: ep goes with dp and tp alone so far; leave out the other dimensions, or ep")

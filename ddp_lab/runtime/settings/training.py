@@ -32,11 +32,6 @@ _output, _checkpoints, _profiling = (partial(flag, group) for group in ("run", "
 
 
 def log_targets(text: str) -> str:
-    """What `--log-to` takes.
-
-    Raises:
-        UserError: a target is unknown, or its package is not installed.
-    """
     targets = text.split(",")
     for target in targets:
         if target not in LOG_TARGETS:
@@ -50,11 +45,6 @@ def log_targets(text: str) -> str:
 
 
 def known_ranks(text: str) -> str:
-    """`text`, if it lists ranks.
-
-    Raises:
-        UserError: it does not.
-    """
     try:
         Ranks.parse(text)
     except ValueError as error:
@@ -168,16 +158,10 @@ class ProfilingSettings:
     )
 
     def profiles(self, rank: int) -> bool:
-        """Whether this rank is profiled."""
         chosen = self.profile_ranks is None or rank in Ranks.parse(self.profile_ranks)
         return chosen and not self.no_profile
 
     def require_profiled_ranks(self, world_size: int) -> None:
-        """Check that every rank that is to be profiled exists.
-
-        Raises:
-            UserError: names the first that does not.
-        """
         ranks = range(world_size) if self.profile_ranks is None else Ranks.parse(self.profile_ranks)
         if (highest := max(ranks)) >= world_size:
             raise UserError(
@@ -186,11 +170,7 @@ class ProfilingSettings:
             )
 
     def profile_steps(self, settling_steps: int = 0) -> int:
-        """Optimizer steps that the profiler's whole schedule takes.
-
-        Args:
-            settling_steps: Steps that the strategy needs to settle (`Strategy.settling_steps`).
-        """
+        """Optimizer steps that the profiler's whole schedule takes, after those in which the strategy settles."""
         return self.steps_before_profile(settling_steps) + self.profile_repeat * self._window_steps
 
     @property

@@ -48,12 +48,8 @@ NUMBERS = RankNames()
 class RankReport:
     """What is known of a rank when the run ends.
 
-    Attributes:
-        state: Nothing is known if the rank is on another node and has not reported.
-        reason: None if the rank has not said why it ends.
-        is_gone: Its process has ended.
-        crash: What Python wrote when its process crashed.
-        is_stopped: Its process is stopped, for example by SIGSTOP.
+    No `state` is known of a rank on another node that has not reported. `is_gone`: its process has ended. `crash`: what
+    Python wrote when it crashed. `is_stopped`: it is stopped, for example by SIGSTOP.
     """
 
     state: RankState = NOTHING_KNOWN
@@ -74,12 +70,7 @@ ADVICE = "ranks must issue the same collectives in the same order"
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Collectives that do not fit together.
-
-    Attributes:
-        text: What differs, for the user.
-        calls: By rank, the collective in which it differs from the others.
-    """
+    """Collectives that do not fit together: `text` for the user, and by rank the collective in which it differs."""
 
     text: str
     calls: Mapping[int, Call]
@@ -108,13 +99,7 @@ def find_mismatch(
 
 
 def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames = NUMBERS) -> Ending:
-    """What ended the run.
-
-    Args:
-        reports: Of all ranks.
-        out_of_memory: Since the run began, the kernel has killed a process because memory ran out.
-        names: How the message names ranks.
-    """
+    """What ended the run. `out_of_memory`: since it began, the kernel has killed a process because memory ran out."""
     aborted = [rank for rank, report in reports.items() if _aborted_by_nccl(report)]
     waited = ExitReason.now("timeout", "NCCL aborted it")
     reports = {

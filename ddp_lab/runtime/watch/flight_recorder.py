@@ -30,11 +30,9 @@ from ddp_lab.runtime.watch.phases import LOOP
 class RankState:
     """What a rank does or did last. Without a phase, nothing is known of it.
 
-    Attributes:
-        step: Optimizer steps done before this one; -1 outside training.
-        entries: Its latest collectives, oldest first.
-        waits_for: The oldest collective in which its training thread or its device waits; None if neither does.
-        progress_s: When it last issued or completed a collective or changed its phase, in seconds since the epoch.
+    `step`: optimizer steps done before this one; -1 outside training. `entries`: its latest collectives, oldest first.
+    `waits_for`: the oldest collective in which its training thread or its device waits. `progress_s`: when it last
+    issued or completed a collective or changed its phase, in seconds since the epoch.
     """
 
     rank: int = -1
@@ -62,7 +60,6 @@ class RankState:
 
     @property
     def collective(self) -> str | None:
-        """The collective that it waits for, or the last one that it issued."""
         if self.waits_for is not None:
             return f"in {self.waits_for}"
         if (last := self.awaited) is None:
@@ -264,7 +261,6 @@ class FlightRecorder:
     # Every process reads -----------------------------------------------------------------------------------------
 
     def owner_is_gone(self) -> bool:
-        """Whether the owner's process has ended."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

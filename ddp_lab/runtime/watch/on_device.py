@@ -68,13 +68,9 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 class OpenCollective:
     """Issued, and not known to be completed.
 
-    Attributes:
-        number: In the flight recorder.
-        queue: Collectives of one queue are completed in the order of issue; None: this one is in no queue.
-        issued_s: On the monotonic clock.
-        timeout_s: Of its backend, which counts from when the host issues it.
-        has_started: None once it has.
-        is_completed: None until it is issued.
+    `queue`: its collectives are completed in the order of issue; None: it is in no queue. `issued_s`: on the monotonic
+    clock. `timeout_s`: of its backend, which counts from when the host issues it. `has_started` is None once it has,
+    `is_completed` until it is issued.
     """
 
     number: int
@@ -139,11 +135,9 @@ class DeviceCollectives:
 
     @property
     def oldest(self) -> OpenCollective | None:
-        """Of those that are open."""
         return next(iter(list(self._open.values())), None)
 
     def clear(self) -> None:
-        """Forget them all."""
         self._open.clear()
 
 

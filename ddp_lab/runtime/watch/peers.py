@@ -76,7 +76,6 @@ class Peers:
     # The end -----------------------------------------------------------------------------------------------------
 
     def publish(self, rank: int, report: RankReport) -> None:
-        """Leave a report for the ranks on other nodes."""
         if self._elsewhere:
             with suppress(RuntimeError):
                 self._store.set(f"report/{rank}", msgspec.json.encode(report).decode())

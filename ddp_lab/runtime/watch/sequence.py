@@ -197,14 +197,11 @@ def recorded_collectives(
     on_abort: Callable[[], None] = lambda: None,
     names: RankNames = NUMBERS,
 ) -> Iterator[None]:
-    """Within this context, the collectives of all process groups, new ones too, are recorded in `flight`.
+    """Within this context, the collectives of all process groups, new ones too, are recorded in `flight`. The default
+    process group must exist.
 
-    The default process group must exist.
-
-    Args:
-        on_device: Follows those that a device runs. Its owner calls `look`.
-        on_abort: A backend calls it before it ends the process because a collective failed or timed out.
-        names: How errors name ranks.
+    The owner of `on_device` calls `look`. A backend calls `on_abort` before it ends the process because a collective
+    failed or timed out.
     """
     recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort, names)
 

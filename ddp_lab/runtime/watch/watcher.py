@@ -42,10 +42,8 @@ KeepFlight = Callable[[int, RankState], None]
 class Watcher:
     """Watches within `watching`.
 
-    Args:
-        report: Called on one rank when the run ends in trouble. It tells the user and writes the run record.
-        keep_flight: Called on every rank before it ends. It writes the flight record of a rank.
-        names: How messages name ranks.
+    `report` is called on one rank when the run ends in trouble: it tells the user and writes the run record.
+    `keep_flight` is called on every rank before it ends: it writes the flight record of a rank.
     """
 
     def __init__(
@@ -103,7 +101,6 @@ class Watcher:
         self.end(ExitReason.now("timeout" if is_late else "collective", "the backend ends the process"))
 
     def _watch(self) -> None:
-        """The body of the thread."""
         try:
             self._look_until_closed()
         except Exception as error:  # without this thread, nobody would watch

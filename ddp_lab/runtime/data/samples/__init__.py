@@ -39,7 +39,6 @@ def prose() -> tuple[list[str], list[str]]:
 
 
 def tokenizer_json(name: str) -> str:
-    """That of `reviews` or `prose`."""
     return (FOLDER / f"{name}.tokenizer.json").read_text()
 
 
