@@ -147,7 +147,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """Where model states are sharded over some ranks alone: ranks that hold a shard each, and those that hold the same."""
+    """Where some ranks alone share model states: ranks that hold a shard each, and those that hold the same."""
 
     shard: "dist.ProcessGroup"
     replicate: "dist.ProcessGroup"

@@ -48,7 +48,7 @@ def shares(config: RunConfig, local_ranks: int) -> bool:
 
 
 def begin(store: dist.Store, over_nccl: bool) -> str:
-    """Let ranks share the GPUs of this node, and say why they take turns; empty if they run side by side. Collective."""
+    """Let ranks share the GPUs of this node. Returns why they take turns; empty if side by side. Collective."""
     local_rank, message = int(os.environ["LOCAL_RANK"]), ""
     if local_rank == 0:
         folder, turns = found_or_started()

@@ -5,7 +5,6 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from ddp_lab.runtime.data import hub
-from ddp_lab.runtime.data.hub import Labels
 from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
 
@@ -31,7 +30,7 @@ def test_labels_are_found_in_the_training_data(tmp_path, labels, names):
     rows(*labels).to_json(tmp_path / "train.jsonl")
     rows(labels[0]).to_json(tmp_path / "test.jsonl")
     found = load(tmp_path, train=1)  # the label of a row that is not used counts too
-    assert found.labels.names == names and len(found.train) == 1
+    assert (*found.labels.values(),) == names and len(found.train) == 1
     tokenized = hub.tokenize(found.evaluation, hub.Columns(), found.labels, lambda texts, **_: {"input_ids": texts}, 9)
     assert tokenized[0]["label"] == names.index(str(labels[0]).removesuffix(".0"))
 
@@ -42,13 +41,13 @@ def test_the_head_of_a_trained_model_keeps_its_order(tmp_path):
     config = BertConfig(vocab_size=9, id2label={0: "spam", 1: "ham"}, label2id={"spam": 0, "ham": 1}, **shape)
     saved = BertForSequenceClassification(config)
     saved.save_pretrained(tmp_path)
-    labels = Labels.of(rows("ham", "spam"), "label", "").in_order_of(hub.label_numbers(str(tmp_path)))
-    assert labels.numbers == {"spam": 0, "ham": 1}
+    labels = hub.in_order_of({"ham": "ham", "spam": "spam"}, hub.label_numbers(str(tmp_path)))
+    assert [*labels] == ["spam", "ham"]
 
     class Tokenizer:
         pad_token_id = 0
 
-    model = hub.load_classifier(str(tmp_path), Tokenizer(), labels.names)
+    model = hub.load_classifier(str(tmp_path), Tokenizer(), [*labels])
     assert (model.classifier.weight == saved.classifier.weight).all()
     other = hub.load_classifier(str(tmp_path), Tokenizer(), ("a", "b", "c"))
     other.save_pretrained(tmp_path / "other")

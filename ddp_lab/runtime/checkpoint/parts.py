@@ -7,7 +7,6 @@ parallelism saves what is not cut.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -16,13 +15,12 @@ from torch import Tensor
 
 from ddp_lab.runtime.checkpoint.files import TensorFiles
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.strategy.account import cover
 from ddp_lab.strategy.model_parallel import Cut
 from ddp_lab.strategy.strategy import Strategy
 
 
 class OwnParts:
-    """What this rank holds of the parameters of a strategy: by name the `cuts`, and the `shapes` of whole parameters."""
+    """What this rank holds of the parameters of a strategy: by name `cuts`, and `shapes` of whole parameters."""
 
     def __init__(self, strategy: Strategy) -> None:
         parallel = self._parallel = strategy.model_parallel
@@ -65,9 +63,6 @@ class StoredParts:
 
     def __init__(self, files: TensorFiles, cuts: Mapping[str, Cut], own: OwnParts) -> None:
         self._files, self._cuts, self._own = files, cuts, own
-        for name, shape in own.shapes.items():
-            if name in cuts and not fits(cuts[name], shape):
-                raise UserError(f"the checkpoint is damaged, or of another model: {name} {shape} is cut wrongly there")
 
     def first_key(self, name: str) -> str:
         """What stands in keys for a part of a parameter that is always stored."""
@@ -91,34 +86,16 @@ def read_whole(files: TensorFiles, key: str, shape: Sequence[int], cut: Cut | No
     """A whole tensor, from its parts if it is stored as such. `key`: without a part, such as `parameter/<name>`."""
     if cut is None:
         return files.read(key, 0, prod(shape)).view(shape)
-    whole = torch.empty(shape, dtype=torch.float32, device="meta")
-    for rank in filter(cut.is_owner, range(len(cut.ranges))):
-        part_shape = cut.part_shape(whole, rank)
-        part = files.read(f"{key}@{rank}", 0, prod(part_shape)).view(part_shape)
-        if whole.is_meta:
-            whole = part.new_empty(shape)
-        cut.put(whole, part, rank)
-    return whole
-
-
-def fits(cut: Cut, shape: tuple[int, ...]) -> bool:
-    """Whether the ranges are within a tensor of this shape, and make up all of it."""
-    ranges = [pair for of_rank in cut.ranges for pair in of_rank]
-    if not (0 <= cut.dim < len(shape) and cut.length == shape[cut.dim] and all(cut.ranges)):
-        return False
-    if any(not 0 <= first <= end <= cut.length for first, end in ranges):
-        return False
+    whole, is_there = None, torch.zeros(shape, dtype=torch.bool)
     try:
-        cover(ranges, 0, cut.length)
-    except ValueError:
-        return False
-    return cut.then is None or _fits_in_each(cut, cut.then, shape)
-
-
-def _fits_in_each(outer: Cut, inner: Cut, shape: tuple[int, ...]) -> bool:
-    """Whether, of each part of `outer`, the ranks that hold some of it hold all of it."""
-    if inner.dim == outer.dim or len(inner.ranges) != len(outer.ranges):
-        return False
-    ranks = range(len(outer.ranges))
-    together = [tuple(inner.ranges[r] for r in ranks if outer.ranges[r] == part) for part in set(outer.ranges)]
-    return all(fits(replace(inner, ranges=of_part), shape) for of_part in together)
+        for rank in filter(cut.is_owner, range(len(cut.ranges))):
+            part_shape = cut.part_shape(is_there, rank)
+            part = files.read(f"{key}@{rank}", 0, prod(part_shape)).view(part_shape)
+            whole = part.new_empty(shape) if whole is None else whole
+            for target, values in ((whole, part), (is_there, torch.ones_like(part))):
+                cut.put(target, values, rank)
+    except (IndexError, RuntimeError):  # it is not within the tensor
+        is_there.zero_()
+    if whole is None or not is_there.all():
+        raise UserError(f"the checkpoint is damaged, or of another model: {key} {(*shape,)} is cut wrongly there")
+    return whole

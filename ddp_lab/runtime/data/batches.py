@@ -114,7 +114,7 @@ def token_count(batch: Mapping[str, Tensor]) -> int:
 
 
 def copied_ahead(steps: Iterable[StepData], device: torch.device) -> Iterator[StepData]:
-    """`steps` with all batches on `device`. On CUDA the copy of each step begins when the one before it is asked for."""
+    """`steps` with all batches on `device`. On CUDA a step is copied when the one before it is asked for."""
     if device.type != "cuda":
         yield from (step._replace(micro_batches=[to_device(b, device) for b in step.micro_batches]) for step in steps)
         return

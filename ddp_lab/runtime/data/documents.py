@@ -5,6 +5,7 @@ whose prompts are no targets.
 """
 
 from itertools import islice
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,11 +79,12 @@ class Source(NamedTuple):
                 "given": [len(ids) if len(parts) == 2 else 1 for ids in first],
             }
 
-        how = {"batched": True, "with_indices": True, "remove_columns": _names(data)}
+        batches = {"batched": True, "with_indices": True, "remove_columns": _names(data)}
         if isinstance(data, Dataset):
-            encoded = data.map(encode, **how)
-            return from_table(encoded if seed is None else encoded.shuffle(seed=seed))
-        return from_stream(data.map(encode, batch_size=1, **how), enough, by_rows=columns == PROMPT_COLUMNS)
+            encoded = data.map(encode, **batches)
+            return collected(encoded if seed is None else encoded.shuffle(seed=seed), ROWS_AT_ONCE, inf, by_rows=True)
+        encoded = data.map(encode, batch_size=1, **batches)
+        return collected(encoded, 1, enough or inf, by_rows=columns == PROMPT_COLUMNS)
 
 
 class Text(NamedTuple):
@@ -103,25 +105,14 @@ def text_in(name: str, text: Any, column: str, row: int) -> str:
     return text
 
 
-def from_table(data: Any) -> Documents:
-    """All rows of an encoded data set."""
-    parts = []
-    for table in data.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
+def collected(data: Any, rows_at_once: int, enough: float, by_rows: bool) -> Documents:
+    """The first rows of an encoded data set, until there are `enough` tokens, or rows."""
+    parts: list[Documents] = []
+    for table in data.with_format("arrow").iter(batch_size=rows_at_once):
         ids = table["input_ids"].combine_chunks()
         lengths = np.diff(ids.offsets.to_numpy())
         parts.append(Documents(ids.flatten().to_numpy().astype(np.int32), lengths, table["given"].to_numpy()))
-    return Documents.joined(parts)
-
-
-def from_stream(rows: Any, enough: int | None, by_rows: bool) -> Documents:
-    """The first rows of an encoded stream, until there are `enough` tokens or rows."""
-    documents: list[list[int]] = []
-    prompt_lengths: list[int] = []
-    read = 0
-    for row in rows:
-        documents.append(row["input_ids"])
-        prompt_lengths.append(row["given"])
-        read += 1 if by_rows else len(row["input_ids"])
-        if enough is not None and read >= enough:
+        enough -= len(lengths) if by_rows else lengths.sum()
+        if enough <= 0:
             break
-    return Documents.of(documents, prompt_lengths)
+    return Documents.joined(parts)

@@ -1,7 +1,6 @@
 """Models and data sets by hub id or local path, through `transformers` and `datasets`."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,55 +18,39 @@ HELD_OUT_SPLITS = ("test", "validation")
 LISTED = 10
 """Labels that a message names."""
 Loaded = TypeVar("Loaded")
+Labels = dict[Any, str]
+"""In the order of the classes: values as the data have them, names as a person reads them."""
 
 
-@dataclass(frozen=True)
-class Labels:
-    """Labels in the order of the classes: `values` as the data have them, `names` as a person reads them."""
+def labels_of(data: Any, column: str, where: str) -> Labels:
+    """Of a column of a `datasets.Dataset`: all labels that a ClassLabel names, or else the distinct values, sorted."""
+    from datasets import ClassLabel, Value
 
-    values: tuple[Any, ...]
-    names: tuple[str, ...]
+    feature = data.features[column]
+    if isinstance(feature, ClassLabel):
+        return dict(enumerate(feature.names))
+    if not isinstance(feature, Value):
+        raise UserError(f"{where}: column {column} holds {feature}; a label is a name or a whole number")
+    values = sorted(value for value in data.unique(column) if value is not None)
+    if fractions := [value for value in values if isinstance(value, float) and not value.is_integer()]:
+        raise UserError(f"{where}: column {column} has {fractions[0]}; a label is a name or a whole number")
+    if len(values) < 2:
+        raise UserError(f"{where}: column {column} has {in_line(values)}; classification needs two labels or more")
+    return {value: str(int(value) if isinstance(value, float) else value) for value in values}
 
-    @classmethod
-    def of(cls, data: Any, column: str, where: str) -> "Labels":
-        """The labels of a column of a `datasets.Dataset`: all that a ClassLabel names, or else the distinct values,
-        sorted."""
-        from datasets import ClassLabel, Value
 
-        feature = data.features[column]
-        if isinstance(feature, ClassLabel):
-            names = tuple(feature.names)
-            return cls(tuple(range(len(names))), names)
-        if not isinstance(feature, Value):
-            raise UserError(f"{where}: column {column} holds {feature}; a label is a name or a whole number")
-        labels = [value for value in data.unique(column) if value is not None]
-        if fractions := [value for value in labels if isinstance(value, float) and not value.is_integer()]:
-            raise UserError(f"{where}: column {column} has {fractions[0]}; a label is a name or a whole number")
-        if len(labels) < 2:
-            raise UserError(
-                f"{where}: column {column} has {cls._line(labels)}; classification needs two labels or more"
-            )
-        values = tuple(sorted(labels))
-        return cls(values, tuple(str(int(value) if isinstance(value, float) else value) for value in values))
+def in_order_of(labels: Labels, head: Mapping[str, int]) -> Labels:
+    """In the order of a model's head if that has the same names, so that a trained head is kept as it is."""
+    if set(head) != set(labels.values()):
+        return labels
+    return dict(sorted(labels.items(), key=lambda label: head[label[1]]))
 
-    @property
-    def numbers(self) -> dict[Any, int]:
-        return {value: number for number, value in enumerate(self.values)}
 
-    def in_order_of(self, head: Mapping[str, int]) -> "Labels":
-        """In the order of a model's head if that has the same names, so that a trained head is kept as it is."""
-        if set(head) != set(self.names):
-            return self
-        pairs = sorted(zip(self.values, self.names, strict=True), key=lambda pair: head[pair[1]])
-        return Labels(tuple(value for value, _ in pairs), tuple(name for _, name in pairs))
-
-    def listing(self) -> str:
-        return self._line(self.values)
-
-    @staticmethod
-    def _line(values: Any) -> str:
-        shown = ", ".join(map(repr, values[:LISTED])) or "no label"
-        return shown + (f" and {len(values) - LISTED} others" if len(values) > LISTED else "")
+def in_line(values: Iterable[Any]) -> str:
+    """The values, or the first few of them."""
+    texts = list(map(repr, values))
+    more = f" and {len(texts) - LISTED} others" if len(texts) > LISTED else ""
+    return (", ".join(texts[:LISTED]) or "no label") + more
 
 
 def load_tokenizer(name: str) -> Any:
@@ -181,7 +164,7 @@ def load_labelled_text(name: str, columns: Columns, train_samples: int, eval_sam
     for data in splits.values():
         _require_columns(name, data, columns)
     training, *held_out = splits
-    labels = Labels.of(splits[training], columns.label, f"--dataset {name}: split {training}")
+    labels = labels_of(splits[training], columns.label, f"--dataset {name}: split {training}")
     order = np.random.default_rng(seed).permutation(len(splits[training])).tolist()
     if not held_out:
         if len(order) < 2:
@@ -199,7 +182,7 @@ def load_labelled_text(name: str, columns: Columns, train_samples: int, eval_sam
 
 def tokenize(data: Any, columns: Columns, labels: Labels, tokenizer: Any, max_tokens: int) -> Sequence[Any]:
     """Replaces all columns by `input_ids`, cut at `max_tokens`, and `labels`. `datasets` caches the result."""
-    numbers = labels.numbers
+    numbers = {value: number for number, value in enumerate(labels)}
 
     def encode(batch: Any) -> dict[str, Any]:
         ids = tokenizer(batch[columns.text], truncation=True, max_length=max_tokens)["input_ids"]
@@ -260,8 +243,8 @@ def _require_usable(where: str, data: Any, rows: Sequence[int], columns: Columns
             raise UserError(f"{where.format(row + 1)} has {text!r} in column {columns.text}; every row needs a text")
         if not text.strip():
             raise UserError(f"{where.format(row + 1)} has an empty text in column {columns.text}")
-        if label not in labels.numbers:
+        if label not in labels:
             raise UserError(
                 f"{where.format(row + 1)} has label {label!r} in column {columns.label}; training data have "
-                f"{labels.listing()}"
+                f"{in_line(labels)}"
             )

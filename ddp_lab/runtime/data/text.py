@@ -35,11 +35,11 @@ def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workl
         tokenizer = hub.load_tokenizer(name)
         dataset = config.dataset or hub.DATASET
         data = hub.load_labelled_text(dataset, columns, train_samples, eval_samples, config.seed)
-        labels = data.labels.in_order_of(hub.label_numbers(name))
+        labels = hub.in_order_of(data.labels, hub.label_numbers(name))
         train, evaluation = (
             hub.tokenize(part, columns, labels, tokenizer, MAX_TOKENS) for part in (data.train, data.evaluation)
         )
-        model = hub.load_classifier(name, tokenizer, labels.names)
+        model = hub.load_classifier(name, tokenizer, [*labels.values()])
         return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=5e-5, classifies=True)
 
     return node_leader_first(load)

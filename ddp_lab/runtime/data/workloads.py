@@ -48,7 +48,7 @@ def _require_reads(config: RunConfig, workload: str, task: str) -> None:
 
 
 def build_workload(config: RunConfig) -> "Workload":
-    """The workload that `config.workload` names, the same on every rank, with adapters or in bf16 if asked. Collective."""
+    """The workload that `config` names, the same on every rank, with adapters or in bf16 if asked. Collective."""
     from ddp_lab.runtime.groups import on_every_rank
     from ddp_lab.runtime.watch.phases import READING, between_steps
     from ddp_lab.strategy.building import bring_to

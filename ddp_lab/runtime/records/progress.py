@@ -99,7 +99,7 @@ def compiled(stats: dict[str, Any]) -> str:
 
 
 def leave_config(run: RunSoFar, world_size: int) -> None:
-    """Write the file that repeats this run: the settings of its record, and the very checkpoint that it resumed from."""
+    """Write the file that repeats this run: the settings of its record, and the checkpoint that it resumed from."""
     config, path = run.config, choice_folder(run.config) / f"{run.run_id}.config.toml"
     if run.resumed_from:
         config = replace(config, resume=run.resumed_from["path"])

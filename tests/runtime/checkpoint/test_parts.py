@@ -3,11 +3,13 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts, fits
+from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts, read_whole
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.model_parallel import Cut
 
 SHAPE = (12, 5)
@@ -68,10 +70,17 @@ def test_any_part_is_put_together_from_any_others(stored, wanted, data):
         assert read.endswith(f" {start}-{end}"), "nothing more is read"
 
 
-def test_parts_that_lack_something_do_not_fit():
-    assert all(fits(cut, SHAPE) for cut in CUTS if cut) and BLOCKS.then
-    lacking = replace(BLOCKS.then, ranges=(((0, 2),), ((2, 5),), ((0, 2),), ((0, 5),)))
-    assert fits(replace(BLOCKS, then=lacking), SHAPE), "some of it twice is no harm"
-    for ranges in ((((0, 2),), ((2, 5),), ((0, 2),), ((0, 2),)), BLOCKS.then.ranges[:3]):
-        assert not fits(replace(BLOCKS, then=replace(lacking, ranges=ranges)), SHAPE)
-    assert not fits(replace(BLOCKS, then=replace(HALVES, ranges=HALVES.ranges * 2)), SHAPE), "of the same dimension"
+def test_parts_that_lack_something_are_refused():
+    assert BLOCKS.then
+    whole, ranges = torch.arange(60.0).view(SHAPE), BLOCKS.then.ranges
+    twice = replace(BLOCKS, then=replace(BLOCKS.then, ranges=(*ranges[:3], ((0, 5),))))
+    assert torch.equal(read_whole(Files(whole, twice), "parameter/weight", SHAPE, twice), whole)
+    lacking = replace(BLOCKS, then=replace(BLOCKS.then, ranges=(*ranges[:3], ranges[0])))
+    for stored, cut in (
+        (lacking, lacking),
+        (BLOCKS, replace(BLOCKS, then=replace(BLOCKS.then, ranges=ranges[:3]))),
+        (HALVES, replace(HALVES, ranges=HALVES.ranges[:1])),
+        (HALVES, replace(HALVES, dim=2)),
+    ):
+        with pytest.raises(UserError, match="is cut wrongly there"):
+            read_whole(Files(whole, stored), "parameter/weight", SHAPE, cut)
