@@ -84,7 +84,7 @@ def run(
             ).watching() as watcher,
             meshed(ranks, config.mesh) as ranks_on_mesh,
         ):
-            so_far.latest_collectives = watcher.latest_collectives
+            so_far.latest_collectives = lambda: watcher.flight.state().entries
             train_and_record(config, ranks_on_mesh, load_strategy, so_far, load_parallelize)
     except AgreedError as error:
         line = f"error: {config.label}: {error}"

@@ -90,9 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > LARGEST_MANIFEST:
             raise ValueError(f"it has more than {LARGEST_MANIFEST} bytes")
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it is no object of JSON")
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         version = content.get("format")
         if type(version) is not int:
             raise ValueError(f"its format is {version!r}, not the number {FORMAT}")

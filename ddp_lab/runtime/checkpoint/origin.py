@@ -52,16 +52,11 @@ def find_origin(config: RunConfig) -> Origin | None:
     origin, is_own = None, config.resume in (LATEST, AUTO)
     if config.resume is not None and not (config.resume == AUTO and from_rank0(lambda: not checkpoints_in(folder))):
         path = folder if is_own else Path(config.resume)
-        is_folder = is_own or from_rank0(lambda: holds_checkpoints(path))
-        origin = newest_complete(path) if is_folder else complete(path)
+        holds_several = from_rank0(lambda: path.is_dir() and not (path / MANIFEST).exists() and checkpoints_in(path))
+        origin = newest_complete(path) if is_own or holds_several else complete(path)
     if config.checkpoint_every:
         from_rank0(lambda: require_no_others(folder, origin))
     return origin
-
-
-def holds_checkpoints(path: Path) -> bool:
-    """Whether a folder holds checkpoints, and is none itself."""
-    return path.is_dir() and not (path / MANIFEST).exists() and bool(checkpoints_in(path))
 
 
 def complete(path: Path) -> Origin:

@@ -86,7 +86,7 @@ def read_whole(files: TensorFiles, key: str, shape: Sequence[int], cut: Cut | No
     """A whole tensor, from its parts if it is stored as such. `key`: without a part, such as `parameter/<name>`."""
     if cut is None:
         return files.read(key, 0, prod(shape)).view(shape)
-    whole, is_there = None, torch.zeros(shape, dtype=torch.bool)
+    whole, is_there = None, torch.zeros(shape, dtype=torch.bool, device="cpu")
     try:
         for rank in filter(cut.is_owner, range(len(cut.ranges))):
             part_shape = cut.part_shape(is_there, rank)

@@ -1,10 +1,16 @@
 """The checkpoints of one run: the one that it resumes from, and those that it saves."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
+from torch import Tensor
 
 from ddp_lab.runtime.checkpoint.files import TensorFiles
 from ddp_lab.runtime.checkpoint.manifest import Manifest, file_name, folder_name, naming
@@ -17,7 +23,6 @@ from ddp_lab.runtime.checkpoint.origin import (
     require_same_model,
     require_same_settings,
 )
-from ddp_lab.runtime.checkpoint.random_states import derive_random_states, random_states, restore_random_states
 from ddp_lab.runtime.checkpoint.saver import Saver
 from ddp_lab.runtime.checkpoint.state import describe_groups, fill, manifest_of, tensors_to_save
 from ddp_lab.runtime.config import RunConfig
@@ -173,3 +178,38 @@ def ranks_in_words(world_size: int, data_parallel_size: int, tensor: int) -> str
     groups = [f"{data_parallel_size} data-parallel"] * (world_size != data_parallel_size)
     groups += [f"{TENSOR}={tensor}"] * (tensor > 1)
     return f"{world_size} ranks" + (f" ({', '.join(groups)})" if groups else "")
+
+
+# Random generators of this rank ---------------------------------------------------------------------------------------
+
+TORCH, CUDA = "random/torch", "random/cuda"
+
+
+def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """States of this rank's random generators: torch's as tensors, Python's and NumPy's as JSON."""
+    tensors = {TORCH: torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors[CUDA] = torch.cuda.get_rng_state(device)
+    kind, keys, *numbers = np.random.get_state(legacy=True)
+    texts = {"python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *numbers]}  # type: ignore[union-attr]
+    return tensors, {name: json.dumps(state) for name, state in texts.items()}
+
+
+def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device) -> None:
+    """Restore the states of this rank's generators."""
+    try:
+        torch.set_rng_state(tensors[TORCH])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[CUDA], device)
+        version, keys, gauss = json.loads(texts["python_random"])
+        random.setstate((version, tuple(keys), gauss))
+        kind, keys, *numbers = json.loads(texts["numpy_random"])
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *numbers))
+    except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise UserError(f"cannot restore the stored random numbers: {error}") from error
+
+
+def derive_random_states(seed: int, step: int, rank: int) -> None:
+    """Seed torch's generators, differently for each `rank` and each step that a run resumes from."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -23,6 +23,21 @@ def process_stat(pid: int | str) -> list[str]:
         return []
 
 
+def state_of(pid: int) -> str:
+    """The letter of proc(5) for the state of a process: of one that is stopped T or t, of a zombie Z. `?` if the system
+    does not tell."""
+    return next(iter(process_stat(pid)), "?")
+
+
+def kills_for_memory() -> int:
+    """How many processes the kernel has killed because memory ran out, since it started; 0 if it does not tell."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
 def process_age_s() -> float:
     """Seconds since this process began; 0 where the system is not Linux."""
     stat = process_stat("self")

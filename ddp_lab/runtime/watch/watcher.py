@@ -10,30 +10,34 @@ picks it), kill ranks that do not react, exit.
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
-from ddp_lab.collectives.calls import Call
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
 from ddp_lab.record_format import Ending
 from ddp_lab.runtime.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
-from ddp_lab.runtime.groups import host_barrier
+from ddp_lab.runtime.groups import host_barrier, told_through
 from ddp_lab.runtime.process.launcher import SignalReceiver
-from ddp_lab.runtime.watch.cause import NUMBERS, RankNames, RankReport, first_cause
+from ddp_lab.runtime.watch.cause import NUMBERS, Mismatch, RankNames, RankReport, find_mismatch, first_cause
 from ddp_lab.runtime.watch.flight_recorder import ExitReason, FlightRecorder, RankState, text_of
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
-from ddp_lab.runtime.watch.peers import REPORT_S, SETTLE_S, Peers, kills_for_memory, state_of
-from ddp_lab.runtime.watch.phases import record_phases_in
+from ddp_lab.runtime.watch.phases import kills_for_memory, record_phases_in, state_of
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 
-LOOK_EVERY_S = 0.25
-COMPARE_AFTER_S = 2.0
-"""Without progress for this long, a rank compares what the ranks on its node have issued."""
-LEAVE_S = 10.0
-"""How long a rank may take to leave after an error that every rank raises."""
+LOOK_EVERY_S, ASK_EVERY_S = 0.25, 1.0  # at ranks of this node, and the store for other nodes
+COMPARE_AFTER_S = 2.0  # without progress, a rank compares what the ranks on its node have issued
+SETTLE_S, REPORT_S = 2.5, 6.0  # for the ranks to say why they end, and for one of them to report
+LEAVE_S = 10.0  # for a rank to leave after an error that every rank raises
 
 Report = Callable[[Ending, Mapping[int, RankReport]], None]
 KeepFlight = Callable[[int, RankState], None]
@@ -84,9 +88,6 @@ class Watcher:
         faulthandler.enable()
         self._signals.stop()
 
-    def latest_collectives(self) -> tuple[Call, ...]:
-        return self.flight.state().entries
-
     def _agree(self, error: Exception) -> None:
         """An error that all ranks raise. Rank 0 reports it elsewhere, and each rank leaves by itself."""
         self.flight.set_exit_reason(ExitReason.now("agreed", str(error)))
@@ -102,37 +103,36 @@ class Watcher:
 
     def _watch(self) -> None:
         try:
-            self._look_until_closed()
+            while not self._is_closed:
+                self._look(self._signals.arrived(LOOK_EVERY_S))
         except Exception as error:  # without this thread, nobody would watch
             self.end(ExitReason.now("failed", f"watching the ranks: {text_of(error)}"))
 
-    def _look_until_closed(self) -> None:
-        while not self._is_closed:
-            arrived = self._signals.arrived(LOOK_EVERY_S)
-            if self._is_closed:
-                return
-            if self._agreed_at is not None:
-                if time.monotonic() - self._agreed_at > LEAVE_S:
-                    os._exit(1)
-                continue
-            self._require_parent()
-            if arrived:
-                self._end_by(arrived)
-            if self._peers.has_one_ended():
-                if arrived := self._signals.arrived(0.1):  # both got the signal; the other was quicker
-                    self._end_by(arrived)
-                self.end(ExitReason.now("noticed", "another rank has ended"))
-            self.on_device.look()
-            if (oldest := self.on_device.oldest) is not None and oldest.is_overdue:
-                text = f"a collective is not done {oldest.waited_s:.0f} s after its issue"
-                self.end(ExitReason.now("timeout", f"{text}, of {oldest.timeout_s:.0f} s that it may take"))
-            is_stuck = time.time() - self.flight.page.progress_s > COMPARE_AFTER_S
-            if is_stuck and (mismatch := self._peers.find_mismatch(self._names)):
-                self.end(ExitReason.now("mismatch", mismatch.text))
-
-    def _end_by(self, arrived: signal.Signals) -> NoReturn:
+    def _look(self, arrived: signal.Signals | None) -> None:
+        if self._is_closed:
+            return
+        # an error that all ranks raise
+        if self._agreed_at is not None:
+            if time.monotonic() - self._agreed_at > LEAVE_S:
+                os._exit(1)
+            return
+        # signals, and the ends of other ranks
         self._require_parent()
-        self.end(ExitReason.now("signal", arrived.name), code=128 + arrived)
+        has_one_ended = not arrived and self._peers.has_one_ended()
+        if has_one_ended and (arrived := self._signals.arrived(0.1)):  # both got the signal; the other was quicker
+            self._require_parent()
+        if arrived:
+            self.end(ExitReason.now("signal", arrived.name), code=128 + arrived)
+        if has_one_ended:
+            self.end(ExitReason.now("noticed", "another rank has ended"))
+        # collectives that never end, or differ
+        self.on_device.look()
+        if (oldest := self.on_device.oldest) is not None and oldest.is_overdue:
+            text = f"a collective is not done {oldest.waited_s:.0f} s after its issue"
+            self.end(ExitReason.now("timeout", f"{text}, of {oldest.timeout_s:.0f} s that it may take"))
+        is_stuck = time.time() - self.flight.page.progress_s > COMPARE_AFTER_S
+        if is_stuck and (mismatch := self._peers.find_mismatch(self._names)):
+            self.end(ExitReason.now("mismatch", mismatch.text))
 
     def _require_parent(self) -> None:
         """End if the parent has gone. A forked rank then gets a signal, too, perhaps before its last thread ends."""
@@ -175,3 +175,127 @@ class Watcher:
             peers.kill(rank)
         if not rank0_reports:
             peers.await_report()
+
+
+# The other ranks as one rank sees them: on its node by their flight recorders, elsewhere by `torchrun`'s store --------
+
+
+class Peers:
+    """Finds the other ranks when it is created. Collective.
+
+    Every access to the store may fail, because its node may be gone. Then ranks do without it.
+    """
+
+    def __init__(self, flight: FlightRecorder, rank: int, world_size: int) -> None:
+        self._rank, self._flight = rank, flight
+        self._here: dict[int, FlightRecorder] = {}  # of the others on this node
+        self._store = dist.PrefixStore("ddp-lab", _get_default_store().clone())
+        self._store.set_timeout(timedelta(seconds=60))
+        recorders = told_through(self._store, "recorder", rank, world_size, f"{node_name()} {flight.path}")
+        for peer, recorder in enumerate(recorders):
+            node, path = recorder.split(" ", 1)
+            if peer != rank and node == node_name():
+                with suppress(OSError):
+                    self._here[peer] = FlightRecorder.open(Path(path))
+        host_barrier()
+        flight.unlink()
+        self._store.set_timeout(timedelta(seconds=3))
+        self._ask_at, self._compared = 0.0, list[int]()
+        self._suspected: Mismatch | None = None
+        self._elsewhere = [peer for peer in range(world_size) if peer not in {rank, *self._here}]
+
+    def has_one_ended(self) -> bool:
+        """Whether another rank ends, or has ended, before the run is completed."""
+        if any(map(has_ended, self._here.values())):
+            return True
+        if not self._elsewhere or time.monotonic() < self._ask_at:
+            return False
+        self._ask_at = time.monotonic() + ASK_EVERY_S
+        with suppress(RuntimeError):
+            return self._store.check(["ended"])
+        return False
+
+    def find_mismatch(self, names: RankNames) -> Mismatch | None:
+        """Between the ranks on this node, seen twice: a record may be read while it is written."""
+        flights = self._here | {self._rank: self._flight}
+        counts, before = [flight.page.count for flight in flights.values()], self._suspected
+        if before is None and counts == self._compared:
+            return None
+        states = {rank: flight.state() for rank, flight in flights.items()}
+        are_blocked = all(flight.page.waiting >= 0 for flight in flights.values())  # else others may issue more
+        self._suspected = find_mismatch(states, names, waiting=states if are_blocked else ())
+        self._compared = counts
+        return before if before == self._suspected else None
+
+    # The end -----------------------------------------------------------------------------------------------------
+
+    def publish(self, rank: int, report: RankReport) -> None:
+        if self._elsewhere:
+            with suppress(RuntimeError):
+                self._store.set(f"report/{rank}", msgspec.json.encode(report).decode())
+                self._store.set("ended", "")
+
+    def collect(self, own_report: RankReport) -> dict[int, RankReport]:
+        """The reports of all ranks, once each has given a reason or is gone, or time is up."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            reports = {self._rank: own_report}
+            reports |= {rank: report_of(flight) for rank, flight in self._here.items()}
+            reports |= {rank: self._published(rank) for rank in self._elsewhere}
+            if all(report.reason or report.is_gone for report in reports.values()) or time.monotonic() > deadline:
+                return dict(sorted(reports.items()))
+            time.sleep(0.05)
+
+    def _published(self, rank: int) -> RankReport:
+        with suppress(RuntimeError):
+            if self._store.check([f"report/{rank}"]):
+                return msgspec.json.decode(self._store.get(f"report/{rank}"), type=RankReport)
+        return RankReport()
+
+    def silent(self, reports: Mapping[int, RankReport]) -> dict[int, RankReport]:
+        """Those of ranks on this node that have given no reason."""
+        return {rank: report for rank, report in reports.items() if rank in self._here and report.reason is None}
+
+    def is_chosen(self, reports: Mapping[int, RankReport]) -> bool:
+        with suppress(RuntimeError):
+            return self._store.compare_set("reporter", "", str(self._rank)) == str(self._rank).encode()
+        return self._rank == min(rank for rank, report in reports.items() if report.reason is not None)
+
+    def say_reported(self) -> None:
+        with suppress(RuntimeError):
+            self._store.set("reported", "")
+
+    def await_report(self) -> None:
+        with suppress(RuntimeError):
+            self._store.wait(["reported"], timedelta(seconds=REPORT_S))
+
+    def kill(self, rank: int) -> None:
+        if not self._here[rank].owner_is_gone():
+            with suppress(ProcessLookupError):
+                os.kill(self._here[rank].page.pid, signal.SIGKILL)
+
+
+def has_ended(flight: FlightRecorder) -> bool:
+    if flight.page.is_finished:
+        return False
+    reason = flight.exit_reason
+    if reason is not None and reason.kind == "agreed":  # this rank will raise the error too, in a moment
+        return time.time() - reason.time_s > SETTLE_S
+    return reason is not None or flight.owner_is_gone()
+
+
+def report_of(flight: FlightRecorder) -> RankReport:
+    is_finished = flight.page.is_finished
+    is_gone = flight.owner_is_gone() and not is_finished
+    reason = None if is_finished else flight.exit_reason
+    return RankReport(
+        flight.state(), reason, is_gone, flight.crash if is_gone else "", state_of(flight.page.pid) in "Tt"
+    )
+
+
+def node_name() -> str:
+    """The same for processes that can read each other's flight recorders."""
+    try:
+        return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}".replace(" ", "_")
+    except OSError:
+        return socket.gethostname().replace(" ", "_")

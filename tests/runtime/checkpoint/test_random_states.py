@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from ddp_lab.runtime.checkpoint.random_states import random_states, restore_random_states
+from ddp_lab.runtime.checkpoint.session import random_states, restore_random_states
 
 
 def draw():
