@@ -20,7 +20,7 @@ from ddp_lab.runtime.groups import host_barrier, on_every_rank, told_through
 from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.speed import NONE, Link, Nodes
 from ddp_lab.runtime.mesh import TENSOR, Mesh, MeshGroups, mesh_groups
-from ddp_lab.runtime.process.launcher import adopt_launcher, require_launcher
+from ddp_lab.runtime.process.launcher import adopt_launcher, local_ranks, require_launcher
 from ddp_lab.runtime.settings.mesh import LEGACY_NCCL, NCCL
 from ddp_lab.strategy.options import AUTO
 
@@ -87,10 +87,6 @@ def has_two_nccl_classes(config: RunConfig) -> bool:
     return is_default and torch.cuda.is_available() and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
 
 
-def local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
     """The device of this rank, and its backend: what the flags say, or CUDA and NCCL if there is a GPU."""
     has_cuda = torch.cuda.is_available()
@@ -98,7 +94,12 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu, or check nvidia-smi")
     use_cuda = has_cuda if config.device == "auto" else config.device == "cuda"
     if config.link != NONE:
-        require_pacable(config, use_cuda)
+        what = f"--link {config.link}"
+        if use_cuda:
+            raise UserError(f"{what} slows down Gloo between CPUs, and this run is on GPUs; add --device cpu")
+        size = os.environ["WORLD_SIZE"]
+        if os.environ.get("LOCAL_WORLD_SIZE", size) != size:
+            raise UserError(f"{what} is for the ranks of one machine; several nodes have links of their own")
     backend = config.backend if config.backend != AUTO else NCCL if use_cuda else "gloo"
     if library_of(backend) == NCCL and not use_cuda:
         raise UserError(f"--backend {backend} needs CUDA devices; use --backend gloo")
@@ -112,14 +113,6 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
             f"--nproc_per_node={gpus}, or --share-gpu or --backend gloo to share GPUs"
         )
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), backend
-
-
-def require_pacable(config: RunConfig, use_cuda: bool) -> None:
-    """Refuse `--link` where it cannot slow down what carries this run's messages."""
-    if use_cuda:
-        raise UserError(f"--link {config.link} slows down Gloo between CPUs, and this run is on GPUs; add --device cpu")
-    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
-        raise UserError(f"--link {config.link} is for the ranks of one machine; several nodes have links of their own")
 
 
 def require_own_gpus(gpus: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from ddp_lab.runtime.build import (
     seed_everything,
 )
 from ddp_lab.runtime.checkpoint.session import Checkpoints
-from ddp_lab.runtime.config import RunConfig, choice_folder
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.batches import batches_of_steps, collated, planned_steps, require_sample_for_each_rank
 from ddp_lab.runtime.data.lora import save_adapter
 from ddp_lab.runtime.data.workload import Workload
@@ -206,7 +206,7 @@ def train_and_record(
         if not math.isfinite(so_far.evaluation["loss"]):
             raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
     if config.lora_rank:
-        save_adapter(strategy, choice_folder(config) / f"{run_id}.adapter")
+        save_adapter(strategy, so_far.file("adapter"))
     between_steps("generating")
     so_far.generated = generate(strategy, workload, config)
     between_steps("recording memory")

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import told_through
+from ddp_lab.runtime.process.launcher import local_ranks
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS, DEFAULT_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "/tmp/nvidia-mps"
@@ -42,9 +43,9 @@ PARTS_HANG = (
 )
 
 
-def shares(config: RunConfig, local_ranks: int) -> bool:
+def shares(config: RunConfig, ranks: int) -> bool:
     """Whether so many ranks on this node share GPUs, as the flags allow it."""
-    return config.share_gpu and config.device != "cpu" and 0 < torch.cuda.device_count() < local_ranks
+    return config.share_gpu and config.device != "cpu" and 0 < torch.cuda.device_count() < ranks
 
 
 def begin(store: dist.Store, over_nccl: bool) -> str:
@@ -57,7 +58,7 @@ def begin(store: dist.Store, over_nccl: bool) -> str:
         except subprocess.TimeoutExpired as error:
             refusal = f"nvidia-smi does not answer within {error.timeout:g} s; dmesg may say why the driver hangs"
         message = "\n".join((folder, turns, refusal))
-    key, size = f"multi-process service/{socket.gethostname()}", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    key, size = f"multi-process service/{socket.gethostname()}", local_ranks()
     folder, turns, refusal = told_through(store, key, local_rank, size, message)[0].split("\n")
     if refusal:
         raise UserError(f"--share-gpu: {refusal}")

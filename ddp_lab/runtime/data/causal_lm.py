@@ -1,10 +1,8 @@
 """Causal language modelling: a model of any architecture, and text as packed sequences of tokens
 (docs/own-workload.md)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,9 +31,8 @@ END_OF_TEXT = "<|endoftext|>"
 TEXTS_FOR_TOKENIZER = 10_000
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Training and held-out sequences, and what must be said of them."""
+class Samples(NamedTuple):
+    """Training and held-out sequences, and what the user should read of them."""
 
     train: TokenSequences
     evaluation: TokenSequences
@@ -68,7 +65,7 @@ def sample_model(config: RunConfig) -> nn.Module:
     """The model of `sample-lm`, a Llama of 1.9 M parameters, or of `sample-moe`, a Mixtral; with tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    both: dict[str, Any] = {
+    shape: dict[str, Any] = {
         "hidden_size": 256,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -79,10 +76,10 @@ def sample_model(config: RunConfig) -> nn.Module:
         "use_cache": False,
     }
     if config.workload != "sample-moe":
-        return LlamaForCausalLM(LlamaConfig(intermediate_size=704, **both))
-    both |= {"num_local_experts": SAMPLE_EXPERTS, "num_experts_per_tok": 2, "num_key_value_heads": 4}
-    both |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-    return MixtralForCausalLM(MixtralConfig(intermediate_size=320, **both))
+        return LlamaForCausalLM(LlamaConfig(intermediate_size=704, **shape))
+    shape |= {"num_local_experts": SAMPLE_EXPERTS, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    shape |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    return MixtralForCausalLM(MixtralConfig(intermediate_size=320, **shape))
 
 
 def _from_hub(config: RunConfig) -> Workload:
@@ -91,18 +88,21 @@ def _from_hub(config: RunConfig) -> Workload:
     is_here = Path(name).expanduser().is_dir()  # there is nothing to download, and none need wait
     loaded = (on_every_rank if is_here else node_leader_first)(lambda: hub.load_causal_lm(name))
     model, tokenizer = loaded.model, loaded.tokenizer
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     if tokenizer is None:
-        vocabulary = model.get_input_embeddings().weight.shape[0]
         as_json = from_rank0(lambda: train_tokenizer(source.texts(TEXTS_FOR_TOKENIZER), vocabulary, END_OF_TEXT))
         tokenizer = load_trained_tokenizer(as_json, END_OF_TEXT)
-    _require_fitting_vocabulary(name, model, tokenizer)
+    if len(tokenizer) > vocabulary:
+        raise UserError(
+            f"--model {name}: its tokenizer has {len(tokenizer)} tokens and its embedding {vocabulary} rows"
+        )
     length = sequence_length(config, model)
     packs = keeps_documents_apart(model)
     read = from_rank0 if config.streaming else node_leader_first  # a stream is read once
     samples = read(lambda: _samples(config, source, tokenizer, length, packs))
     if not packs:
         note = f"{type(model).__name__} does not keep packed documents apart: a sequence holds tokens of one document"
-        samples = Samples(samples.train, samples.evaluation, (note, *samples.notes))
+        samples = samples._replace(notes=(note, *samples.notes))
     return _workload(config, model, tokenizer, samples, length, learning_rate=1e-3 if loaded.is_new else 5e-5)
 
 
@@ -136,22 +136,20 @@ def keeps_documents_apart(model: nn.Module) -> bool:
 
 def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, packs: bool) -> Samples:
     count, held_out = config.train_samples, config.eval_samples or EVAL_SAMPLES
-    if config.streaming:
-        count = count or STREAMED_SAMPLES
+    count = count or (STREAMED_SAMPLES if config.streaming else None)
     text = source.tokenized(tokenizer, config.seed, length, (count, held_out))
     cuts = not text.has_prompts
     packs = packs and cuts
-    both = TokenSequences(text.train, length, packs, cuts)
+    sequences = TokenSequences(text.train, length, packs, cuts)
     if text.held_out:
-        train, evaluation = both, TokenSequences(text.held_out[0], length, packs, cuts)
+        train, evaluation = sequences, TokenSequences(text.held_out[0], length, packs, cuts)
         left_out = train.left_out + evaluation.left_out
         if packs:
             train = train.without_short_last()
     else:
-        left_out = both.left_out
-        spare = len(both) - count if count else 0
-        at = max(0, len(both) - min(held_out, max(1, len(both) // 10, spare)))
-        train, evaluation = both[:at], both[at:]
+        left_out, total = sequences.left_out, len(sequences)
+        at = max(0, total - min(held_out, max(1, total // 10, total - count if count else 0)))
+        train, evaluation = sequences[:at], sequences[at:]
     if not len(evaluation) or len(train) < dist.get_world_size():
         ranks = dist.get_world_size()
         raise UserError(
@@ -166,6 +164,11 @@ def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, pac
 def _workload(
     config: RunConfig, model: nn.Module, tokenizer: Any, samples: Samples, length: int, learning_rate: float
 ) -> Workload:
+    # the prompt of the first held-out sample, or its first words if it has none
+    first = samples.evaluation[0]
+    prompt_length = int((first["labels"] != IGNORED).int().argmax())
+    ids = first["input_ids"][: prompt_length if prompt_length > 1 else PROMPT_TOKENS]
+    prompt = tokenizer.decode(ids, skip_special_tokens=True).strip()
     return Workload(
         model=model,
         train=samples.train[: config.train_samples],
@@ -173,21 +176,6 @@ def _workload(
         collate=collate_sequences(tokenizer.pad_token_id),
         learning_rate=learning_rate,
         count=target_count,
-        language=Language(tokenizer, _prompt(tokenizer, samples.evaluation), length),
+        language=Language(tokenizer, prompt, length),
         notes=samples.notes,
     )
-
-
-def _prompt(tokenizer: Any, evaluation: Sequence[Any]) -> str:
-    """The prompt of the first held-out sample, or its first words if it has none."""
-    ids, labels = evaluation[0]["input_ids"], evaluation[0]["labels"]
-    prompt_length = int((labels != IGNORED).int().argmax())
-    return tokenizer.decode(
-        ids[: prompt_length if prompt_length > 1 else PROMPT_TOKENS], skip_special_tokens=True
-    ).strip()
-
-
-def _require_fitting_vocabulary(name: str, model: nn.Module, tokenizer: Any) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    if len(tokenizer) > rows:
-        raise UserError(f"--model {name}: its tokenizer has {len(tokenizer)} tokens and its embedding {rows} rows")

@@ -64,6 +64,10 @@ def require_launcher(environ: Mapping[str, str]) -> None:
         )
 
 
+def local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def without_local_rank(arguments: Sequence[str]) -> list[str]:
     """Without what `deepspeed` puts in front of them; it sets LOCAL_RANK too."""
     return [argument for argument in arguments if not argument.startswith("--local_rank=")]

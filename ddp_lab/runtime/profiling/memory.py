@@ -2,7 +2,6 @@
 them), and what allocators report to `torch.profiler`."""
 
 import ctypes
-import os
 import resource
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import torch
 from torch.profiler import profile
 
 from ddp_lab.machine import physical_memory
+from ddp_lab.runtime.process.launcher import local_ranks
 
 COMPONENTS = ("parameters", "gradients", "optimizer_state", "buffers")
 """Of model states, in display order. Those that can be sharded come first."""
@@ -30,7 +30,7 @@ def peak_rss_bytes() -> int:
 
 def limit_bytes(device: torch.device) -> int:
     """This rank's part of the memory of its GPU, or of the host or container, which ranks of a node share equally."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = local_ranks()
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // -(-ranks // torch.cuda.device_count())
     host = physical_memory()

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ddp_lab.record_format import COMPLETED, Ending
-from ddp_lab.runtime.config import choice_folder
 from ddp_lab.runtime.flags import to_toml
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.loop import TrainingResult
@@ -100,7 +99,7 @@ def compiled(stats: dict[str, Any]) -> str:
 
 def leave_config(run: RunSoFar, world_size: int) -> None:
     """Write the file that repeats this run: the settings of its record, and the checkpoint that it resumed from."""
-    config, path = run.config, choice_folder(run.config) / f"{run.run_id}.config.toml"
+    config, path = run.config, run.file("config.toml")
     if run.resumed_from:
         config = replace(config, resume=run.resumed_from["path"])
     command = f"python -m ddp_lab train --ranks {world_size} --config {path}"
@@ -109,7 +108,7 @@ def leave_config(run: RunSoFar, world_size: int) -> None:
 
 def leave_stopped(run: RunSoFar, steps: int, checkpoint: Path) -> None:
     """Write the record of a run that ends because SIGUSR1 asked it to, and say so."""
-    steps_done, path = len(run.result.loss), choice_folder(run.config) / f"{run.run_id}.run.json"
+    steps_done, path = len(run.result.loss), run.file("run.json")
     message = f"stopped by SIGUSR1 after step {steps_done} of {steps}; checkpoint: {checkpoint}"
     write_json(path, run.record(Ending(STOPPED, step=steps_done, message=message)))
     print(f"{run.config.label}: {message}; --resume continues; record: {path}", flush=True)
@@ -117,8 +116,7 @@ def leave_stopped(run: RunSoFar, steps: int, checkpoint: Path) -> None:
 
 def leave_record(run: RunSoFar) -> None:
     """Write the record of a run that has completed, and say how it went."""
-    record, label = run.record(Ending(COMPLETED)), run.config.label
-    path = choice_folder(run.config) / f"{run.run_id}.run.json"
+    record, label, path = run.record(Ending(COMPLETED)), run.config.label, run.file("run.json")
     write_json(path, record)
     for note in record["notes"]:
         print(f"{label}: {note}", flush=True)

@@ -83,6 +83,10 @@ class RunSoFar:
         self.config, self._setup = config, setup
         self._backend_class = backend_class(setup.strategy.process_group, setup.ranks.device)
 
+    def file(self, suffix: str) -> Path:
+        """A file of this run beside its traces."""
+        return choice_folder(self.config) / f"{self.run_id}.{suffix}"
+
     @property
     def _begun(self) -> Setup:
         assert self._setup is not None, "training has begun"
@@ -246,8 +250,7 @@ class RunSoFar:
         """Write the flight record of a rank that ends beside the run record, and remove its unfinished trace."""
         if not self.run_id or self._setup is None:
             return
-        folder = choice_folder(self.config)
-        for part in folder.glob(f"rank_{rank}/.{self.run_id}.*"):
+        for part in choice_folder(self.config).glob(f"rank_{rank}/.{self.run_id}.*"):
             part.unlink(missing_ok=True)
         record = FlightRecord(
             rank=state.rank,
@@ -258,6 +261,6 @@ class RunSoFar:
             entries=list(state.entries),
         )
         try:
-            write_json(folder / f"{self.run_id}.rank_{rank}.flight.json", msgspec.to_builtins(record))
+            write_json(self.file(f"rank_{rank}.flight.json"), msgspec.to_builtins(record))
         except (OSError, UserError):
             return  # `report` says why nothing can be written
