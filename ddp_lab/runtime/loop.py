@@ -49,7 +49,7 @@ class TrainingResult:
         step_time_s: Wall time in seconds, with the loading of the batch; None for a step that a follower slowed down.
         samples: Samples in the global batch.
         tokens: Tokens in the global batch; 0 if it holds none. This and what follows is None before the run resumed.
-        own: Samples and tokens of this rank.
+        rank_counts: Samples and tokens of this rank.
         host: What this rank's training thread waited for in the step (`phases.host_time`), in seconds, and when that
             `began`, in seconds since the epoch.
         lr: Learning rate of the first parameter group.
@@ -62,7 +62,7 @@ class TrainingResult:
     loss: list[float | None] = field(default_factory=list)
     step_time_s: list[float | None] = field(default_factory=list)
     tokens: list[int | None] = field(default_factory=list)
-    own: list[tuple[int, int] | None] = field(default_factory=list)
+    rank_counts: list[tuple[int, int] | None] = field(default_factory=list)
     host: list[dict[str, float] | None] = field(default_factory=list)
     lr: list[float | None] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
@@ -140,8 +140,8 @@ def train(
             strategy.step(wait=False)
         # the columns of this step, and verdicts of earlier ones
         step_time_s = None if profiler.slows_this_step else time.perf_counter() - start
-        own_counts = sum(map(sample_count, data.micro_batches)), data.tokens
-        columns = {"samples": data.samples, "step_time_s": step_time_s, "own": own_counts, "lr": groups[0]["lr"]}
+        columns = {"samples": data.samples, "step_time_s": step_time_s, "lr": groups[0]["lr"]}
+        columns["rank_counts"] = sum(map(sample_count, data.micro_batches)), data.tokens
         columns["host"] = {name: until - before.get(name, 0.0) for name, until in host_time().items()}
         columns["host"]["began"] = before["now"]
         unread.append((verdict, columns))
@@ -173,9 +173,9 @@ def loaded(steps: Iterable[StepData]) -> Iterator[StepData]:
 
 def with_following(steps: Iterable[StepData]) -> Iterator[tuple[StepData, StepData | None]]:
     """Each step and the one after it; None after the last."""
-    here, ahead = tee(steps)
-    next(ahead, None)
-    return zip_longest(here, ahead)
+    current, following = tee(steps)
+    next(following, None)
+    return zip_longest(current, following)
 
 
 @torch.no_grad()

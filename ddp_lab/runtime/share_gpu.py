@@ -135,8 +135,8 @@ def gpu_modes() -> list[list[str]]:
 def problem(nccl: Sequence[int | str] | None, modes: Sequence[Sequence[str]], turns: str) -> str:
     """Why GPUs cannot be shared; empty if they can. `nccl` is its version, None over Gloo."""
     if nccl and tuple(nccl[:3]) < LEAST_NCCL:
-        here, least = (".".join(map(str, version)) for version in (nccl, LEAST_NCCL))
-        return f"NCCL is {here} here, and takes several ranks on a GPU from {least} on; use --backend gloo"
+        installed, least = (".".join(map(str, version)) for version in (nccl, LEAST_NCCL))
+        return f"NCCL is {installed} here, and takes several ranks on a GPU from {least} on; use --backend gloo"
     for number, mode, mig in modes:
         if mig == "Enabled":
             return f"GPU {number} is cut into parts (MIG), which was not tried; nvidia-smi -i {number} -mig 0 ends that"

@@ -47,11 +47,11 @@ def log():
 
 def test_a_batch_is_copied_while_the_one_before_is_used(log):
     steps = [StepData(4, [{"x": torch.full((2,), float(step))}]) for step in range(3)]
-    seen = []
+    arrived = []
     for number, step in enumerate(copied_ahead(steps, torch.device("cuda", 0))):
         log.append(f"step {number}")
-        seen.append((step.samples, step.micro_batches[0]["x"][0].item()))
-    assert seen == [(4, 0.0), (4, 1.0), (4, 2.0)]
+        arrived.append((step.samples, step.micro_batches[0]["x"][0].item()))
+    assert arrived == [(4, 0.0), (4, 1.0), (4, 2.0)]
     ready = ["compute waits for copied {}", "used on compute", "step {}"]
     copied = ["pinned", "copied {}"]
     order = [(copied, 0), (copied, 1), (ready, 0), (copied, 2), (ready, 1), (ready, 2)]

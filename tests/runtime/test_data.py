@@ -13,7 +13,7 @@ def test_training_sees_each_sample_once_an_epoch(samples, size, micro, accumulat
     global_batch = size * micro * accumulation
     windows = epoch_windows(samples, global_batch, seed, epoch=0)
     assert len(windows) == steps_in_epoch(samples, global_batch)
-    seen = []
+    indices_read = []
     for window in windows:
         shares = [rank_micro_batches(window, rank, size, micro) for rank in range(size)]
         flat = [index for share in shares for batch in share for index in batch]
@@ -22,8 +22,8 @@ def test_training_sees_each_sample_once_an_epoch(samples, size, micro, accumulat
         assert all(len(share) <= accumulation for share in shares)
         counts = [sum(map(len, share)) for share in shares]
         assert max(counts) - min(counts) <= 1 and counts == sorted(counts, reverse=True)
-        seen += flat
-    assert sorted(seen) == list(range(samples))
+        indices_read += flat
+    assert sorted(indices_read) == list(range(samples))
 
 
 @given(samples=st.integers(1, 60), size=small, batch=small)

@@ -39,19 +39,19 @@ def losses_of_trained_and_saved(choice: str) -> tuple[float, float | None]:
     first = 4 * dist.get_rank()
     strategy.forward_backward([workload.collate(workload.train[first : first + 4])])
     strategy.step()
-    found, state = evaluate(strategy, workload, 4, strategy.device)["loss"], strategy.full_state_dict()
+    loss, state = evaluate(strategy, workload, 4, strategy.device)["loss"], strategy.full_state_dict()
     if not state:
-        return found, None
+        return loss, None
     model = DigitsCNN().eval()
     model.load_state_dict(state)
     with torch.no_grad():
-        return found, model(**workload.collate(workload.evaluation)).loss.item()
+        return loss, model(**workload.collate(workload.evaluation)).loss.item()
 
 
 @each_row("choice", ["pytorch_ddp", "zero2"])
 def test_what_is_evaluated_is_what_is_saved(ranks: RankPool, choice):
-    (found, saved), (other, _) = ranks.run(2, losses_of_trained_and_saved, choice)
-    assert found == other == pytest.approx(saved, rel=1e-6)
+    (loss, saved), (loss_of_rank1, _) = ranks.run(2, losses_of_trained_and_saved, choice)
+    assert loss == loss_of_rank1 == pytest.approx(saved, rel=1e-6)
 
 
 def test_the_commands_of_the_tutorial_make_sense():
@@ -62,13 +62,17 @@ def test_the_commands_of_the_tutorial_make_sense():
     commands = re.findall(r"^    ((?:torchrun|python|ddp-lab|\./|grep) .+|\./\S+ .+)$", text, re.MULTILINE)
     assert len(commands) == 8
     for command in commands:
-        program, *rest = command.split()
+        program, *arguments = command.split()
         assert "2026" not in command, command
         if program == "torchrun":
-            assert rest[0] == "--standalone" and re.fullmatch("--nproc_per_node=[12]", rest[1])
-            assert parse_config("", trained[rest[2]], arguments=rest[3:]).workload in ("digits", "mlp")
+            assert arguments[0] == "--standalone" and re.fullmatch("--nproc_per_node=[12]", arguments[1])
+            assert parse_config("", trained[arguments[2]], arguments=arguments[3:]).workload in ("digits", "mlp")
         elif program == "ddp-lab":
-            assert rest[0] == "report" and rest[1].startswith("profile/") and rest[1] in text.replace(command, "")
+            assert (
+                arguments[0] == "report"
+                and arguments[1].startswith("profile/")
+                and arguments[1] in text.replace(command, "")
+            )
         else:
-            assert (root / program).is_file() and rest[0] == "2"
-            parse_config("", trained["main_shard.py"], arguments=["--ddp-choice", "zero3", *rest[1:]])
+            assert (root / program).is_file() and arguments[0] == "2"
+            parse_config("", trained["main_shard.py"], arguments=["--ddp-choice", "zero3", *arguments[1:]])

@@ -29,8 +29,8 @@ def test_a_second_start_does_not_tokenize_again(saved, tmp_path, monkeypatch):
             text = Source(str(source), "text", streams=False).tokenized(tokenizer, 1, 8, (None, 4))
         return call.call_count, [part.tolist() for part in text.train]
 
-    (first, made), (again, found) = start(260), start(260)
-    assert first and not again and made == found and len(made[1]) == 3
+    (calls, documents), (calls_again, documents_again) = start(260), start(260)
+    assert calls and not calls_again and documents == documents_again and len(documents[1]) == 3
     assert start(262)[0]
     other = tmp_path / "other.jsonl"
     datasets.Dataset.from_list(rows[:2]).to_json(other)

@@ -29,11 +29,11 @@ def test_the_first_line_comes_before_torch(tmp_path):
     command = [sys.executable, "-c", BEGIN]
     answer = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
-    one, default, three, six, eight, sixteen = answer.stdout.splitlines()
+    one_rank, default, three, six, eight, sixteen = answer.stdout.splitlines()
     cores, about = f"{cores_here()} cores", "torch, to train workload sample on the CPU"
-    assert (one, default) == (f"zero3: 1 rank on {cores} loads {about}", "8")
-    for said, ranks, batch in ((three, 3, six), (eight, 8, sixteen)):
-        assert said.startswith(
+    assert (one_rank, default) == (f"zero3: 1 rank on {cores} loads {about}", "8")
+    for line, ranks, batch in ((three, 3, six), (eight, 8, sixteen)):
+        assert line.startswith(
             f"zero3: {ranks} ranks on {cores} load {about}; --global-batch-size is {batch}, since 8 does"
         )
     assert (six, sixteen) == ("6", "16")
@@ -47,8 +47,8 @@ def test_an_older_python_is_told():
     for path in mains:
         script = f"import runpy, sys; sys.version_info = (3, 10); runpy.run_path({path.name!r})"
         answer = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-        said = "error: ddp-lab needs Python 3.11 to 3.13, and this is 3.10\n"
-        assert (answer.returncode, answer.stderr) == (1, said)
+        line = "error: ddp-lab needs Python 3.11 to 3.13, and this is 3.10\n"
+        assert (answer.returncode, answer.stderr) == (1, line)
 
 
 def test_what_a_machine_cannot_hold_is_refused(monkeypatch):

@@ -52,8 +52,8 @@ def test_one_rank_of_a_node_fails_for_all(monkeypatch, tmp_path):
             become(monkeypatch, tmp_path / str(ranks), rank)
             begun.append(subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True))
         codes[script] = sorted(process.wait(timeout=20) for process in begun)
-        said = [process.stderr.read() for process in begun if process.stderr]
-        assert sorted(filter(None, said)) == ["error: a mistake\n"] * (script == LEAVES)
+        lines = [process.stderr.read() for process in begun if process.stderr]
+        assert sorted(filter(None, lines)) == ["error: a mistake\n"] * (script == LEAVES)
         assert len(list((tmp_path / str(ranks)).rglob("error.json"))) == 1
     assert codes == {LEAVES: [0, 0, 2], NOBODY_FAILS: [1]}
 

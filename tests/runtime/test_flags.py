@@ -106,8 +106,8 @@ def test_names_that_would_break_a_line(capsys):
             for run in runs:
                 with pytest.raises(SystemExit):
                     run()
-                said = capsys.readouterr().err
-                assert said.startswith("error: ") and len(said.splitlines()) == 1 and said.isascii(), (flag, text)
+                line = capsys.readouterr().err
+                assert line.startswith("error: ") and len(line.splitlines()) == 1 and line.isascii(), (flag, text)
     assert parsed("--ddp-choice", "flat_ddp", "--generate", "1", "--prompt", "a\nb").prompt == "a\nb"
 
 

@@ -43,8 +43,8 @@ def test_a_run_skips_its_first_steps_and_resumes_with_its_scale(ranks: RankPool,
     (resumed,) = records(tmp_path / choice, choice)
     assert resumed["step_loss_scale"] == [None, *scales[1:]] and resumed["skipped_steps"] == skipped[1:]
     assert resumed["train_loss"] == pytest.approx(record["train_loss"], rel=2**-9)
-    said = ranks.run(2, run_here, {**resuming, "loss_scale": 8.0})
-    assert "--loss-scale was 4194304.0 and is 8.0" in said[0]
+    messages = ranks.run(2, run_here, {**resuming, "loss_scale": 8.0})
+    assert "--loss-scale was 4194304.0 and is 8.0" in messages[0]
 
 
 def make(choice: str, seed: int, scale: float | None, precision: str = "fp16") -> Strategy:

@@ -29,9 +29,9 @@ def rows(*labels, text="fine"):
 def test_labels_are_found_in_the_training_data(tmp_path, labels, names):
     rows(*labels).to_json(tmp_path / "train.jsonl")
     rows(labels[0]).to_json(tmp_path / "test.jsonl")
-    found = load(tmp_path, train=1)  # the label of a row that is not used counts too
-    assert (*found.labels.values(),) == names and len(found.train) == 1
-    tokenized = hub.tokenize(found.evaluation, hub.Columns(), found.labels, lambda texts, **_: {"input_ids": texts}, 9)
+    data = load(tmp_path, train=1)  # the label of a row that is not used counts too
+    assert (*data.labels.values(),) == names and len(data.train) == 1
+    tokenized = hub.tokenize(data.evaluation, hub.Columns(), data.labels, lambda texts, **_: {"input_ids": texts}, 9)
     assert tokenized[0]["label"] == names.index(str(labels[0]).removesuffix(".0"))
 
 
@@ -67,8 +67,8 @@ def test_what_cannot_be_used_is_named(tmp_path):
 
     good = [{"text": "good", "label": "yes"}, {"text": "bad", "label": "no"}]
     assert "no column body (it has text, label); name yours by --text-column" in refusal(good, text="body")
-    said = refusal(good, [*good, {"text": "so so", "label": "maybe"}])
-    assert said == "row 3 of split test has label 'maybe' in column label; training data have 'no', 'yes'"
+    message = refusal(good, [*good, {"text": "so so", "label": "maybe"}])
+    assert message == "row 3 of split test has label 'maybe' in column label; training data have 'no', 'yes'"
     for row, expected in (
         ({"text": None, "label": "no"}, "row 3 of split train has None in column text; every row needs a text"),
         ({"text": "what", "label": None}, "row 3 of split train has label None"),

@@ -53,13 +53,13 @@ def batch(pads):
 def test_nothing_is_read_and_nothing_changes(name, pads, plain_transformers):
     model = model_named(name)
     with CountReads() as reads:
-        wanted = model(**batch(pads)).loss
+        loss_with_mask = model(**batch(pads)).loss
     assert reads.count > 0, "transformers reads no mask any more: ddp_lab/runtime/data/masks.py can go"
     read_no_masks()
     with CountReads() as reads:
-        given = without_useless_mask(batch(pads))
+        unmasked = without_useless_mask(batch(pads))
         before = reads.count  # on the CPU, for nothing
-        loss = model(**given).loss
+        loss = model(**unmasked).loss
         loss.backward()
     assert reads.count == before == 1
-    assert torch.equal(loss, wanted)
+    assert torch.equal(loss, loss_with_mask)

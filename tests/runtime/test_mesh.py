@@ -42,14 +42,14 @@ def test_plans_from_files(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('"layers.*.wq" = { style = "column", heads = 8 }\n"layers.*.wo" = "row"\n')
     assert read_plan(path) == {"layers.*.wq": Column(heads=8), "layers.*.wo": Row()}
-    for content, wanted in (
+    for content, expected in (
         ('"a" = "diagonal"', "style must be one of column, row"),
         ('"a" = { style = "row", parts = 3 }', "row has no parts"),
         ('"a" = { style = "column", heads = "8" }', "Expected `int"),
         ("a", "not a TOML file"),
     ):
         path.write_text(content)
-        with pytest.raises(UserError, match=wanted):
+        with pytest.raises(UserError, match=expected):
             read_plan(path)
     with pytest.raises(UserError, match="cannot be read"):
         read_plan(tmp_path / "none.toml")
@@ -57,12 +57,12 @@ def test_plans_from_files(tmp_path):
 
 def of_two_meshes() -> list[list[float]]:
     """Each with a `DTensor`, and an operator on it whose answer torch keeps."""
-    found = []
+    tensors = []
     for _ in range(2):
         with mesh_groups(Mesh.parse("dp=2,tp=2"), "cpu") as groups:
             part = DTensor.from_local(torch.ones(1, device="cpu"), groups.device_mesh[TENSOR], [Shard(0)])
-            found.append((part + 1).full_tensor().tolist())
-    return found
+            tensors.append((part + 1).full_tensor().tolist())
+    return tensors
 
 
 def test_a_later_mesh_has_groups_of_its_own(ranks: RankPool):

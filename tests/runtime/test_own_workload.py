@@ -137,8 +137,8 @@ def test_models_that_differ_between_ranks(ranks: RankPool, tmp_path):
         f"import os\ndef build():\n    work = {GOOD}\n"
         "    work.model.extra = nn.Linear(1 + int(os.environ['RANK']), 1)\n    return work",
     )
-    for said in ranks.run(2, refusal, {"choice": "zero3", "workload": name, "output_dir": str(tmp_path)}):
-        assert "between rank 0 and rank 1; build the same module on every rank" in said
+    for message in ranks.run(2, refusal, {"choice": "zero3", "workload": name, "output_dir": str(tmp_path)}):
+        assert "between rank 0 and rank 1; build the same module on every rank" in message
 
 
 def refusal(settings: dict[str, Any]) -> str:

@@ -45,8 +45,8 @@ def test_each_token_is_a_target_once_in_its_own_document(lengths, length, packs)
         ids, labels, positions = (sample[name].tolist() for name in ("input_ids", "labels", "position_ids"))
         assert len(ids) <= length and sum(label != IGNORED for label in labels) == sequences.targets[index] > 0
         for place, (token, label, position) in enumerate(zip(ids, labels, positions, strict=True)):
-            seen = ids[place - position : place]
-            assert seen == before[token][len(before[token]) - position :], (
+            context = ids[place - position : place]
+            assert context == before[token][len(before[token]) - position :], (
                 "sees another document, or not all of its own"
             )
             assert label == (token if position > 0 else IGNORED)
@@ -59,7 +59,7 @@ def test_each_token_is_a_target_once_in_its_own_document(lengths, length, packs)
 
 
 def test_prompts_are_no_targets_and_what_has_no_completion_left_is_left_out():
-    documents = Documents.of(numbered([6, 9, 3]), given=[4, 8, 0])
+    documents = Documents.of(numbered([6, 9, 3]), prefix_lengths=[4, 8, 0])
     sequences = TokenSequences(documents, 8, packs=False, cuts=False)
     assert sequences.left_out == 1 and len(sequences) == 2
     batch = collate_sequences(0)(list(sequences))
@@ -83,8 +83,8 @@ def test_a_packed_document_has_the_logits_of_the_document_alone(name):
     assert reads.count == 0, "the host reads a mask from the device"
     for row, start, document in ((0, 0, 0), (0, 5, 1), (1, 0, 2)):
         ids = torch.tensor([documents[document]])
-        own = output.logits[row, start : start + ids.shape[1]]
-        torch.testing.assert_close(own, model(input_ids=ids).logits[0], rtol=1e-5, atol=1e-6)
+        logits = output.logits[row, start : start + ids.shape[1]]
+        torch.testing.assert_close(logits, model(input_ids=ids).logits[0], rtol=1e-5, atol=1e-6)
     losses = [
         model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss * (len(ids) - 1) for ids in documents
     ]

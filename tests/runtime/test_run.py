@@ -73,10 +73,10 @@ def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path, choice):
     assert record["eval"]["samples"] == 13 and record["eval"]["accuracy"] is None
     assert [row["rank"] for row in record["memory"]] == [0, 1]
     for row in record["memory"]:
-        held = sum(row[f"{part}_bytes"] for part in ("parameters", "gradients", "optimizer_state", "buffers"))
-        assert held <= row["peak_model_states_bytes"] <= row["peak_bytes"] < 2 * held
-        left = row["timeline"]["allocated_bytes"][-1] - held  # what a communication thread holds for a moment
-        assert abs(left) < 512, "something is counted wrong, or was never freed"
+        states = sum(row[f"{part}_bytes"] for part in ("parameters", "gradients", "optimizer_state", "buffers"))
+        assert states <= row["peak_model_states_bytes"] <= row["peak_bytes"] < 2 * states
+        uncounted = row["timeline"]["allocated_bytes"][-1] - states  # what a communication thread holds for a moment
+        assert abs(uncounted) < 512, "something is counted wrong, or was never freed"
     (window,) = find_windows(tmp_path / "profile" / choice)
     analysis = analyse_window(window)
     assert analysis.record == record
@@ -312,9 +312,9 @@ def test_a_run_without_torchrun_says_how_to_start_it(monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["main_ddp.py", "--lr", "1"])
     monkeypatch.setattr("ddp_lab.runtime.run.silence_libraries", lambda: None)
     assert run(RunConfig(choice="flat_ddp"), ddp.load) == 1
-    said = capfd.readouterr().err
-    assert said.startswith("error: flat_ddp: RANK, LOCAL_RANK not set") and "OMPI_COMM_WORLD_RANK" in said
-    assert said.endswith("torchrun --standalone --nproc_per_node=2 main_ddp.py --lr 1\n") and said.count("\n") == 1
+    line = capfd.readouterr().err
+    assert line.startswith("error: flat_ddp: RANK, LOCAL_RANK not set") and "OMPI_COMM_WORLD_RANK" in line
+    assert line.endswith("torchrun --standalone --nproc_per_node=2 main_ddp.py --lr 1\n") and line.count("\n") == 1
 
 
 def test_dropout_differs_between_ranks_and_is_repeatable():

@@ -33,8 +33,8 @@ ALONE = [("0", "Exclusive_Process", "Disabled")]
     ],
 )
 def test_what_cannot_be_shared_is_refused(nccl, modes, turns, expected):
-    found = share_gpu.problem(nccl, modes, turns)
-    assert expected in found and "\n" not in found and bool(expected) == bool(found)
+    problem = share_gpu.problem(nccl, modes, turns)
+    assert expected in problem and "\n" not in problem and bool(expected) == bool(problem)
 
 
 def test_nvidia_smi_is_asked_for_the_visible_gpus(tmp_path, monkeypatch):

@@ -112,8 +112,8 @@ def exchange(order: str) -> str | None:
         dist.destroy_process_group(pair)
     assert [entry.kind for entry in entries[:2]] == ["all_reduce"] * 2
     broadcasts = [entry for entry in entries if entry.kind == "broadcast" and entry.elements == 3]
-    found = [(entry.state, entry.group.partition(":")[0], entry.seq) for entry in broadcasts]
-    assert found == [("completed", f"ranks 0,1{rest}", 1) for rest in (" (2)", ", default_pg")]
+    recorded = [(entry.state, entry.group.partition(":")[0], entry.seq) for entry in broadcasts]
+    assert recorded == [("completed", f"ranks 0,1{suffix}", 1) for suffix in (" (2)", ", default_pg")]
     assert problem is not None or after[0] == after[1], "digests start again from 0 after a comparison"
     assert problem is None or isinstance(problem, SequenceError)
     return str(problem) if problem else None
@@ -157,12 +157,12 @@ def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "
     ],
 )
 def test_where_sequences_differ(changes, differs):
-    one, other = entry(2), entry(2, **changes)
-    found = first_difference({0: [entry(1), one, entry(3)], 1: [entry(1), other]})
-    assert found == ({0: one, 1: other} if differs else {})
+    entry_a, entry_b = entry(2), entry(2, **changes)
+    differing = first_difference({0: [entry(1), entry_a, entry(3)], 1: [entry(1), entry_b]})
+    assert differing == ({0: entry_a, 1: entry_b} if differs else {})
     for kinds, sizes in ((("send", "recv"), (10, 10)), (("all_to_all",) * 2, (3, 5))):
         pair = [entry(2, kind, elements) for kind, elements in zip(kinds, sizes, strict=True)]
-        assert first_difference({rank: [entry(1), own] for rank, own in enumerate(pair)}) == {}
+        assert first_difference({rank: [entry(1), call] for rank, call in enumerate(pair)}) == {}
 
 
 # The cause -----------------------------------------------------------------------------------------------------------
@@ -187,13 +187,13 @@ def gone(state: RankState, crash: str = "") -> RankReport:
     return RankReport(state, None, is_gone=True, crash=crash)
 
 
-one, two, other_two = entry(1), entry(2), entry(2, elements=11)
+first_call, second_call, larger_call = entry(1), entry(2), entry(2, elements=11)
 CASES = {
     "a killed rank comes before its victims": (
         [
-            ended(state(0, one, waits=True), "connection", "Connection closed by peer"),
-            gone(state(1, one)),
-            ended(state(2, one), "signal", "SIGTERM"),
+            ended(state(0, first_call, waits=True), "connection", "Connection closed by peer"),
+            gone(state(1, first_call)),
+            ended(state(2, first_call), "signal", "SIGTERM"),
         ],
         ("killed", 1),
         "rank 1 was killed (SIGKILL, or it exited without an error) in step 7 during backward, after all_reduce #1",
@@ -213,12 +213,18 @@ CASES = {
         "rank 1 failed in step 7 during backward: ValueError: 1",
     ),
     "a crash in collectives that differ is a mismatch": (  # Gloo ends a process with SIGABRT if sizes differ
-        [ended(state(0, one, two), "signal", "SIGTERM"), gone(state(1, one, other_two), "Fatal Python error: Aborted")],
+        [
+            ended(state(0, first_call, second_call), "signal", "SIGTERM"),
+            gone(state(1, first_call, larger_call), "Fatal Python error: Aborted"),
+        ],
         ("mismatched", 0),
         "collective #2 differs between ranks",
     ),
     "ranks that are told to stop in different places do not differ": (
-        [ended(state(0, one, two), "signal", "SIGTERM"), ended(state(1, one, other_two), "signal", "SIGTERM")],
+        [
+            ended(state(0, first_call, second_call), "signal", "SIGTERM"),
+            ended(state(1, first_call, larger_call), "signal", "SIGTERM"),
+        ],
         ("interrupted", 0),
         "stopped by SIGTERM",
     ),
@@ -229,18 +235,18 @@ CASES = {
     ),
     "the rank that does not come is named": (
         [
-            ended(state(0, one, two, waits=True), "timeout"),
-            ended(state(1, one, phase="forward"), "noticed"),
-            ended(state(2, one, two, waits=True), "noticed"),
+            ended(state(0, first_call, second_call, waits=True), "timeout"),
+            ended(state(1, first_call, phase="forward"), "noticed"),
+            ended(state(2, first_call, second_call, waits=True), "noticed"),
         ],
         ("hung", 1),
         "rank 1 hangs in step 7 during forward",
     ),
     "of those that do not come, the one that is behind is named": (
         [
-            ended(state(0, one, two), "noticed"),  # it has passed that collective
-            ended(state(1, one, two, waits=True), "timeout"),
-            ended(state(2, one), "noticed"),
+            ended(state(0, first_call, second_call), "noticed"),  # it has passed that collective
+            ended(state(1, first_call, second_call, waits=True), "timeout"),
+            ended(state(2, first_call), "noticed"),
         ],
         ("hung", 2),
         "rank 2 hangs in step 7",
@@ -259,7 +265,7 @@ CASES = {
         "rank 3 crashed (Aborted) in step 7 during backward, in all_reduce #1",
     ),
     "a node cannot be reached": (
-        [ended(state(0, one, waits=True), "connection"), RankReport()],
+        [ended(state(0, first_call, waits=True), "connection"), RankReport()],
         ("lost", 1),
         "rank 1 cannot be reached any more",
     ),
@@ -282,8 +288,8 @@ def test_the_first_cause(case):
 def test_ranks_that_wait_for_each_other_in_different_groups():
     """Nothing differs within a group, and no timeout has passed, but no rank will ever continue."""
     fifth = entry(5, group="ranks 0,1 (2)")
-    waiting = state(0, one, entry(4, group="ranks 0,1 (2)"), fifth, waits=True)
-    other = state(1, entry(4, group="ranks 0,1 (2)"), one, two, waits=True)
+    waiting = state(0, first_call, entry(4, group="ranks 0,1 (2)"), fifth, waits=True)
+    other = state(1, entry(4, group="ranks 0,1 (2)"), first_call, second_call, waits=True)
     ending = first_cause({0: ended(waiting, "mismatch"), 1: ended(other, "noticed")})
     assert ending.how == "mismatched" and ending.step == 7
     assert "rank 0 waits in all_reduce #5" in str(ending.message) and "rank 1 has not issued" in str(ending.message)

@@ -127,19 +127,19 @@ def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None
         raise UserError(f"--resume: this is another training than the checkpoint's: {several(different, 12)}")
 
 
-def changed_settings(manifest: Manifest, here: Manifest) -> dict[str, list[Any]]:
+def changed_settings(manifest: Manifest, current: Manifest) -> dict[str, list[Any]]:
     """Which settings have changed that decide only how steps are computed, with the number of ranks: [then, now]."""
-    then, now = (run.config | {"world_size": run.world_size} for run in (manifest, here))
+    then, now = (run.config | {"world_size": run.world_size} for run in (manifest, current))
     return {n: [then.get(n), now.get(n)] for n in (*flags_that(MAY_DIFFER), "world_size") if then.get(n) != now.get(n)}
 
 
-def require_same_model(manifest: Manifest, here: Manifest) -> None:
+def require_same_model(manifest: Manifest, current: Manifest) -> None:
     """Check that model and optimizer are those of the checkpoint."""
-    problems = differences(manifest.parameters, here.parameters) + differences(manifest.buffers, here.buffers)
+    problems = differences(manifest.parameters, current.parameters) + differences(manifest.buffers, current.buffers)
     if problems:
         raise UserError(f"--resume: the checkpoint is of another model: {several(problems)}")
-    if manifest.optimizer != here.optimizer:
-        kinds = f"of optimizer {manifest.optimizer}, and this run's is {here.optimizer}"
+    if manifest.optimizer != current.optimizer:
+        kinds = f"of optimizer {manifest.optimizer}, and this run's is {current.optimizer}"
         raise UserError(f"--resume: the checkpoint is {kinds}")
 
 

@@ -61,8 +61,8 @@ def part_key(name: str, cut: Cut | None, rank: int) -> str:
 class StoredParts:
     """Reads from a checkpoint, whose parameters are cut by `cuts`, what this rank holds."""
 
-    def __init__(self, files: TensorFiles, cuts: Mapping[str, Cut], own: OwnParts) -> None:
-        self._files, self._cuts, self._own = files, cuts, own
+    def __init__(self, files: TensorFiles, cuts: Mapping[str, Cut], parts: OwnParts) -> None:
+        self._files, self._cuts, self._parts = files, cuts, parts
 
     def first_key(self, name: str) -> str:
         """What stands in keys for a part of a parameter that is always stored."""
@@ -74,11 +74,11 @@ class StoredParts:
         If it is cut as it was when it was saved, only these are read. Otherwise the whole tensor is put together.
         `kind`: `parameter`, or `optimizer/<state>`.
         """
-        own_cut, stored = self._own.cuts.get(name), self._cuts.get(name)
+        own_cut, stored = self._parts.cuts.get(name), self._cuts.get(name)
         if own_cut == stored:
-            return self._files.read(f"{kind}/{self._own.key(name)}", start, end)
-        whole = read_whole(self._files, f"{kind}/{name}", self._own.shapes[name], stored)
-        part = own_cut.part(whole, self._own.rank(name)) if own_cut else whole
+            return self._files.read(f"{kind}/{self._parts.key(name)}", start, end)
+        whole = read_whole(self._files, f"{kind}/{name}", self._parts.shapes[name], stored)
+        part = own_cut.part(whole, self._parts.rank(name)) if own_cut else whole
         return part.reshape(-1)[start:end]
 
 

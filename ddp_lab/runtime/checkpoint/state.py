@@ -156,9 +156,9 @@ def fill(strategy: Strategy, files: TensorFiles, manifest: Manifest) -> None:
     strategy.finish_parameter_synchronization()
     stored = StoredParts(files, manifest.cuts, OwnParts(strategy))
     for piece in strategy.parameter_pieces():
-        here = strategy.on_this_rank(piece.tensor)
-        if here.numel():
-            put(here, stored.read("parameter", piece.name, piece.start, piece.start + here.numel()))
+        local = strategy.on_this_rank(piece.tensor)
+        if local.numel():
+            put(local, stored.read("parameter", piece.name, piece.start, piece.start + local.numel()))
     for name, buffer in persistent_buffers(strategy.module).items():
         put(buffer, files.read(f"buffer/{name}", 0, buffer.numel()))
     for name, value in strategy.scaler.state().items() if strategy.scaler is not None else ():
@@ -171,8 +171,8 @@ def fill(strategy: Strategy, files: TensorFiles, manifest: Manifest) -> None:
         state: dict[str, Tensor] = {}
         of_elements, of_all = states[stored.first_key(piece.name)], counts[piece.name]
         for name in of_elements:
-            here = strategy.on_this_rank(piece.tensor)
-            values = stored.read(f"optimizer/{name}", piece.name, piece.start, piece.start + here.numel())
+            local = strategy.on_this_rank(piece.tensor)
+            values = stored.read(f"optimizer/{name}", piece.name, piece.start, piece.start + local.numel())
             state[name] = torch.empty_like(piece.tensor, dtype=values.dtype)
             put(strategy.on_this_rank(state[name]), values)
         for name, key in of_all.items():

@@ -121,14 +121,14 @@ def copied_ahead(steps: Iterable[StepData], device: torch.device) -> Iterator[St
     copies, last = torch.cuda.Stream(device), None
     for step in steps:
         with torch.cuda.stream(copies):
-            here = [
+            copied = [
                 {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
                 for batch in step.micro_batches
             ]
             arrived = copies.record_event()
         if last is not None:
             yield received(*last)
-        last = step._replace(micro_batches=here), arrived
+        last = step._replace(micro_batches=copied), arrived
     if last is not None:
         yield received(*last)
 

@@ -76,7 +76,7 @@ class Source(NamedTuple):
             tails = tokenizer(parts[1], add_special_tokens=False)["input_ids"] if len(parts) == 2 else [[]] * len(rows)
             return {
                 "input_ids": [[*a, *b, end] for a, b in zip(first, tails, strict=True)],
-                "given": [len(ids) if len(parts) == 2 else 1 for ids in first],
+                "prefix_lengths": [len(ids) if len(parts) == 2 else 1 for ids in first],
             }
 
         batches = {"batched": True, "with_indices": True, "remove_columns": _names(data)}
@@ -111,7 +111,7 @@ def collected(data: Any, rows_at_once: int, enough: float, by_rows: bool) -> Doc
     for table in data.with_format("arrow").iter(batch_size=rows_at_once):
         ids = table["input_ids"].combine_chunks()
         lengths = np.diff(ids.offsets.to_numpy())
-        parts.append(Documents(ids.flatten().to_numpy().astype(np.int32), lengths, table["given"].to_numpy()))
+        parts.append(Documents(ids.flatten().to_numpy().astype(np.int32), lengths, table["prefix_lengths"].to_numpy()))
         enough -= len(lengths) if by_rows else lengths.sum()
         if enough <= 0:
             break

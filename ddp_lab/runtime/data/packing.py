@@ -23,14 +23,14 @@ class Documents(NamedTuple):
 
     tokens: np.ndarray
     lengths: np.ndarray
-    given: np.ndarray
+    prefix_lengths: np.ndarray
 
     @classmethod
-    def of(cls, documents: Iterable[Sequence[int]], given: Iterable[int] | None = None) -> "Documents":
+    def of(cls, documents: Iterable[Sequence[int]], prefix_lengths: Iterable[int] | None = None) -> "Documents":
         ids = [np.asarray(document, dtype=np.int32) for document in documents]
         lengths = np.array([len(document) for document in ids], dtype=np.int64)
         tokens = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
-        return cls(tokens, lengths, np.ones_like(lengths) if given is None else np.array(list(given), dtype=np.int64))
+        return cls(tokens, lengths, np.ones_like(lengths) if prefix_lengths is None else np.array([*prefix_lengths]))
 
     @classmethod
     def joined(cls, parts: Sequence["Documents"]) -> "Documents":
@@ -46,7 +46,7 @@ class TokenSequences(Sequence[dict[str, Tensor]]):
     """
 
     def __init__(self, documents: Documents, length: int, packs: bool = True, cuts: bool = True) -> None:
-        self._tokens, lengths, given = documents
+        self._tokens, lengths, prefix_lengths = documents
         begins = np.cumsum(lengths) - lengths
         total = len(self._tokens)
         if packs:
@@ -60,7 +60,7 @@ class TokenSequences(Sequence[dict[str, Tensor]]):
         self._begins = np.zeros(total, dtype=bool)
         self._begins[begins[lengths > 0]] = True
         place = np.arange(total) - np.repeat(begins, lengths)
-        self._is_target = place >= np.maximum(np.repeat(given, lengths), 1)
+        self._is_target = place >= np.maximum(np.repeat(prefix_lengths, lengths), 1)
         self._is_target[starts] = False
         targets = np.concatenate([[0], np.cumsum(self._is_target)])
         self.targets = targets[ends] - targets[starts]

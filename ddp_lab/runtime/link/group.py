@@ -111,7 +111,7 @@ class PacedGroup(dist.ProcessGroup):
 
     # Collectives; `METHODS` has the others ----------------------------------------------------------------------------
 
-    def _seen(self, work: dist.Work) -> dist.Work:
+    def _show(self, work: dist.Work) -> dist.Work:
         for hook in self._post_hooks.values():
             hook(SimpleNamespace(work=work))
         return work
@@ -131,7 +131,7 @@ class PacedGroup(dist.ProcessGroup):
             members = [self._members[end] for end in ends]
             self._messages[key] = Delivery(f"{self.group_name} {key}", self._ledger, members, receives)
         go, messages = self._messages[key].send, (ledger.Edge(0, 1, sum(tensor.nbytes for tensor in tensors)),)
-        return self._seen(go(kind, tensors[0], messages, lambda: issue(tensors, ends[1 - receives], tag)))
+        return self._show(go(kind, tensors[0], messages, lambda: issue(tensors, ends[1 - receives], tag)))
 
 
 # Where torch keeps its process groups ---------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def paced(name: str, kind: str, place: int, make_options: Any) -> Callable[..., 
             work = issue(*args, options)
             return work if name in WITHOUT_FUTURE else work.get_future()
 
-        return self._seen(self._collectives.send(kind, shown, messages, moved))
+        return self._show(self._collectives.send(kind, shown, messages, moved))
 
     return method
 

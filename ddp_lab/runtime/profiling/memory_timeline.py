@@ -197,8 +197,8 @@ def phase_at(phases: Sequence[dict[str, Any]], ms: float) -> str:
     """For example `forward`, `backward 2 of 2` if there are several, or `between phases`."""
     for index, phase in enumerate(phases):
         if phase["start_ms"] <= ms <= phase["end_ms"]:
-            same = [index for index, candidate in enumerate(phases) if candidate["name"] == phase["name"]]
-            return phase["name"] if len(same) == 1 else f"{phase['name']} {same.index(index) + 1} of {len(same)}"
+            repeats = [index for index, candidate in enumerate(phases) if candidate["name"] == phase["name"]]
+            return phase["name"] + (f" {repeats.index(index) + 1} of {len(repeats)}" if len(repeats) > 1 else "")
     return "between phases"
 
 

@@ -72,7 +72,7 @@ def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict
     """Throughput and median time of the timed steps, without warm-up: the first step, those before the run resumed
     (`earlier`), and those in which the strategy settled. Throughput is that of all ranks, and this rank's own; None if
     there are no such steps, or no tokens."""
-    columns = (result.step_time_s, result.samples, result.tokens, result.own)
+    columns = (result.step_time_s, result.samples, result.tokens, result.rank_counts)
     timed: list[Any] = [[column[step] for column in columns] for step in timed_steps(result, earlier, settling)]
     total_s = sum(seconds for seconds, *_ in timed)
     amounts = {

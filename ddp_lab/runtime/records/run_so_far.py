@@ -227,13 +227,13 @@ class RunSoFar:
             ending = replace(ending, step=self.step, message=place)
         line = f"error: {self.config.label}: {ending.message}"
         if ending.traceback:
-            line += self._left("traceback", "traceback.txt", ending.traceback)
+            line += self._write_last("traceback", "traceback.txt", ending.traceback)
         if self._setup is not None:
-            line += self._left("record", "run.json", to_json(self.record(ending)))
+            line += self._write_last("record", "run.json", to_json(self.record(ending)))
         tell_torchrun(line, began_s)
         print(line, file=sys.stderr, flush=True)
 
-    def _left(self, what: str, suffix: str, text: str) -> str:
+    def _write_last(self, what: str, suffix: str, text: str) -> str:
         """Write a file of a run that ends early, and say where: elsewhere if its own disk is full."""
         name = f"{self.run_id or make_run_id()}.{suffix}"
         problem: Exception | None = None

@@ -44,7 +44,7 @@ def mark_stream(device: torch.device) -> Query:
     return event.query
 
 
-def done(work: dist.Work) -> Query:
+def completion_of(work: dist.Work) -> Query:
     """Asks whether a collective is done. One that has failed or timed out is not, where the backend tells."""
 
     def query() -> bool:
@@ -107,7 +107,7 @@ class DeviceCollectives:
 
     def issued(self, number: int, work: dist.Work) -> None:
         if collective := self._open.get(number):
-            collective.is_completed = done(work)
+            collective.is_completed = completion_of(work)
 
     def ordered(self, number: int) -> None:
         """What comes now on the current stream comes after the collective: `Work.wait` has returned."""

@@ -53,6 +53,6 @@ def relay(
     """The losses of all steps. Each leg makes two of them, from what the one before has saved."""
     before: str | None = None
     for leg, (size, choice) in enumerate(legs):
-        found = ranks.run(size, losses, choice, 2 * leg + 2, folder / str(leg), before, model)
+        losses_by_rank = ranks.run(size, losses, choice, 2 * leg + 2, folder / str(leg), before, model)
         before = str(folder / str(leg))
-    return found[0]
+    return losses_by_rank[0]

@@ -56,15 +56,15 @@ CUTS = st.lists(st.integers(0, 60), max_size=12)
 def test_any_cut_into_ranges_is_put_together_by_any_other(lengths, size, written, read, order):
     """And ranks share each element once."""
     parts = [share(lengths, rank, size) for rank in range(size)]
-    elements = [(part.number, element) for own in parts for part in own for element in range(part.start, part.end)]
+    elements = [(part.number, element) for parts in parts for part in parts for element in range(part.start, part.end)]
     assert elements == [(which, element) for which, length in enumerate(lengths) for element in range(length)]
-    counts = [sum(part.end - part.start for part in own) for own in parts]
+    counts = [sum(part.end - part.start for part in parts) for parts in parts]
     assert max(counts) - min(counts) <= 1
     ranges = list(itertools.pairwise([0, *sorted(written), 60]))
     order.shuffle(ranges)
     for start, end in itertools.pairwise([0, *sorted(read), 60]):
-        found = [ranges[which][0] + e for which, first, last in cover(ranges, start, end) for e in range(first, last)]
-        assert found == [*range(start, end)]
+        reads = [ranges[which][0] + e for which, first, last in cover(ranges, start, end) for e in range(first, last)]
+        assert reads == [*range(start, end)]
     for start in (0, 19):
         with pytest.raises(ValueError, match=f"element {start} of 40"):
             cover([(0, start), (start + 3, 40)], 0, 40)
@@ -76,10 +76,10 @@ def test_files_are_safetensors(tmp_path):
     info = write_tensors(tmp_path / "file", tensors, {"said": "so"})
     content = (tmp_path / "file").read_bytes()
     assert (info.bytes, info.crc32) == (len(content), zlib.crc32(content))
-    found = load_file(tmp_path / "file")
-    assert found.keys() == tensors.keys()
+    loaded = load_file(tmp_path / "file")
+    assert loaded.keys() == tensors.keys()
     for key, tensor in tensors.items():
-        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+        assert loaded[key].dtype == tensor.dtype and torch.equal(loaded[key], tensor), key
 
 
 # A checkpoint without a strategy -------------------------------------------------------------------------------------
@@ -112,9 +112,9 @@ def make_checkpoint(folder: Path, step: int, **changes) -> Path:
 def problem_in(path: Path) -> str:
     """The error that reading a checkpoint raises; empty if none. Anything but a UserError fails the test."""
     try:
-        found = read_manifest(path)
-        verify_files(path, found, 0, 1)
-        TensorFiles([path / name for name in found.files])
+        manifest_read = read_manifest(path)
+        verify_files(path, manifest_read, 0, 1)
+        TensorFiles([path / name for name in manifest_read.files])
     except UserError as error:
         assert "\n" not in str(error)
         return str(error)
@@ -142,14 +142,14 @@ def parsed(content: bytes):
 
 def newest_after(folder: Path, damage: list[tuple[str, bytes]]) -> list[tuple[int, int]]:
     """On a rank, after each damage: the step of the newest complete checkpoint, and how many were skipped."""
-    found = []
+    origins = []
     for name, content in damage:
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
         origin = newest_complete(folder)
-        found.append((origin.manifest.step, len(origin.skipped)))
+        origins.append((origin.manifest.step, len(origin.skipped)))
         (folder / name).write_bytes(whole)
-    return found
+    return origins
 
 
 def test_the_newest_complete_one_is_used(ranks: RankPool, tmp_path):
@@ -208,7 +208,7 @@ def killed_at(operation: int) -> contextlib.AbstractContextManager[Callable[[], 
 
 def save_until_killed(folder: Path) -> list[Any]:
     """On a rank: save step 4 beside step 2, killed at each operation in turn; what is found afterwards."""
-    found = []
+    origins = []
     for operation in range(1, 100):
         saver = Saver(folder, here(), in_background=False, keep=1)
         saver.save({"parameter/weight/0": torch.full((6,), 2.0)}, {}, alone(2))
@@ -218,25 +218,25 @@ def save_until_killed(folder: Path) -> list[Any]:
                 is_done = True
             except Killed:
                 is_done = False
-            done = count()
+            operations = count()
         saver.close()
         assert all(complete(path) for _, path in checkpoints_in(folder)), "no part has a final name"
         origin = newest_complete(folder)
         assert not origin.skipped
         value = TensorFiles([origin.path / name for name in origin.manifest.files]).read("parameter/weight", 0, 6)
-        found.append((origin.manifest.step, value.tolist() == [float(origin.manifest.step)] * 6))
+        origins.append((origin.manifest.step, value.tolist() == [float(origin.manifest.step)] * 6))
         shutil.rmtree(folder / folder_name(4), ignore_errors=True)
         if is_done:
-            return [found, done]
+            return [origins, operations]
     raise AssertionError("it never ends")
 
 
 def test_killed_between_any_two_operations(ranks: RankPool, tmp_path):
     """There is always a complete checkpoint: the old one until the new one is complete."""
-    ((found, operations),) = ranks.run(1, save_until_killed, tmp_path)
-    assert len(found) == operations + 1 > 10
-    assert all(right for _, right in found)
-    steps = [step for step, _ in found]
+    ((origins, operations),) = ranks.run(1, save_until_killed, tmp_path)
+    assert len(origins) == operations + 1 > 10
+    assert all(right for _, right in origins)
+    steps = [step for step, _ in origins]
     assert steps == sorted(steps) and set(steps) == {2, 4}
 
 
@@ -266,8 +266,8 @@ def save_with_a_late_rank(folder: Path) -> int:
 
 def test_a_rank_that_is_late_at_any_operation_of_a_save(ranks: RankPool, tmp_path):
     """Neither rank touches a folder that the other has renamed."""
-    last, same = ranks.run(2, save_with_a_late_rank, tmp_path)
-    assert last == same > 20
+    last, steps = ranks.run(2, save_with_a_late_rank, tmp_path)
+    assert last == steps > 20
     assert [path.name for path in tmp_path.glob("*step*")] == [folder_name(last)]
     assert problem_in(tmp_path / folder_name(last)) == ""
 
@@ -361,13 +361,13 @@ def test_links_are_not_followed(tmp_path):
 
 def refused_at_the_start(folder: Path) -> list[str]:
     """On a rank: what each way to begin a run with checkpoints in a folder says."""
-    found = []
+    messages = []
     for flags in ({}, {"resume": "latest"}, {"resume": "auto"}, {"resume": str(folder)}):
         config = RunConfig(choice="x", checkpoint_every=1, checkpoint_dir=str(folder), **flags)  # type: ignore[arg-type]
         with pytest.raises(UserError) as error:
             find_origin(config)
-        found.append(str(error.value))
-    return found
+        messages.append(str(error.value))
+    return messages
 
 
 @each_row("kind", ["a symbolic link", "a symbolic link to nothing", "a file"])
@@ -388,16 +388,19 @@ def test_what_stands_in_the_way_of_a_later_save(ranks: RankPool, tmp_path, kind)
 
 def test_another_model_or_optimizer():
     stored = manifest(1, parameters={name: TensorInfo([2], "float32", True) for name in "abcde"})
-    same = dict(stored.parameters)
+    parameters = dict(stored.parameters)
     require_same_model(stored, stored)
-    for wanted, expected in (
-        (same | {"a": TensorInfo([3], "float32", True)}, r"a is \(2,\) float32 that trains there and \(3,\) float32"),
-        (same | {"a": TensorInfo([2], "bfloat16", True)}, "bfloat16 that trains here"),
-        (same | {"a": TensorInfo([2], "float32", False)}, "and \\(2,\\) float32 here"),
-        (same | {"f": TensorInfo([2], "float32", True)}, "it lacks f"),
+    for changed, expected in (
+        (
+            parameters | {"a": TensorInfo([3], "float32", True)},
+            r"a is \(2,\) float32 that trains there and \(3,\) float32",
+        ),
+        (parameters | {"a": TensorInfo([2], "bfloat16", True)}, "bfloat16 that trains here"),
+        (parameters | {"a": TensorInfo([2], "float32", False)}, "and \\(2,\\) float32 here"),
+        (parameters | {"f": TensorInfo([2], "float32", True)}, "it lacks f"),
         ({}, "it has a, which the model lacks; it has b, .*; and 2 more"),
     ):
         with pytest.raises(UserError, match=expected):
-            require_same_model(stored, manifest(1, parameters=wanted))
+            require_same_model(stored, manifest(1, parameters=changed))
     with pytest.raises(UserError, match="of optimizer AdamW, and this run's is SGD"):
-        require_same_model(stored, manifest(1, parameters=same, optimizer="SGD"))
+        require_same_model(stored, manifest(1, parameters=parameters, optimizer="SGD"))

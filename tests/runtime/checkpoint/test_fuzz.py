@@ -47,16 +47,18 @@ def resumed(path: Path) -> tuple[str, dict[str, str]]:
         earlier = checkpoints.begin(strategy, config, SAMPLES, 4, lambda: next(steps(0, 1)).micro_batches)
     except UserError as error:
         return str(error), {}
-    others = {"of Python": str(random.getstate()), "of NumPy": str(np.random.get_state())}
-    return "", fingerprints(strategy, earlier) | others | {"groups": str(strategy.optimizer.param_groups[0]["betas"])}
+    generators = {"of Python": str(random.getstate()), "of NumPy": str(np.random.get_state())}
+    return "", fingerprints(strategy, earlier) | generators | {
+        "groups": str(strategy.optimizer.param_groups[0]["betas"])
+    }
 
 
 def fuzz(folder: Path) -> list[tuple[str, str]]:
     """On a rank: what was damaged, and what the run said; empty if it has the right state."""
     train_to(CHOICE, 2, folder, dropout=0.5)
-    (_, saved), chance, found = checkpoints_in(folder)[0], random.Random(40), []
-    said, right = resumed(saved)
-    assert said == ""
+    (_, saved), chance, answers = checkpoints_in(folder)[0], random.Random(40), []
+    message, right = resumed(saved)
+    assert message == ""
     damaged = folder / "damaged"
     for _ in range(CASES):
         what = [""]
@@ -66,19 +68,19 @@ def fuzz(folder: Path) -> list[tuple[str, str]]:
             what = [damage(damaged, chance)]
         dist.broadcast_object_list(what, src=0)
         try:
-            said, state = resumed(damaged)
+            message, state = resumed(damaged)
         except Exception as error:
             raise AssertionError(f"{what[0]}: {type(error).__name__}: {error}") from error
-        wrong = [name for name in right if not said and state.get(name) != right[name]]
+        wrong = [name for name in right if not message and state.get(name) != right[name]]
         assert not wrong, f"{what[0]}: another state in silence: {wrong}"
-        assert not said or (str(damaged) in said and len(said.splitlines()) == 1), f"{what[0]}: {said}"
-        found.append((what[0], said))
-    return found
+        assert not message or (str(damaged) in message and len(message.splitlines()) == 1), f"{what[0]}: {message}"
+        answers.append((what[0], message))
+    return answers
 
 
 def test_damaged_checkpoints(ranks: RankPool, tmp_path):
-    found = ranks.run(2, fuzz, tmp_path)[0]
-    outcomes = Counter((what.split(":")[0], bool(said)) for what, said in found)
+    answers = ranks.run(2, fuzz, tmp_path)[0]
+    outcomes = Counter((what.split(":")[0], bool(message)) for what, message in answers)
     assert outcomes[MANIFEST, True] > 10 and outcomes[MANIFEST, False] > 0, outcomes
     assert outcomes["rank_0.safetensors", True] > 8 and outcomes["rank_1.safetensors", True] > 8, outcomes
-    assert [what for what, said in found if not said and not what.startswith(MANIFEST)] == []
+    assert [what for what, message in answers if not message and not what.startswith(MANIFEST)] == []

@@ -82,8 +82,10 @@ def test_a_run_on_a_mesh_stops_and_resumes(ranks: RankPool, tmp_path, settings, 
     ranks.run(size, run_on_mesh, {**stopped, "resume": "latest"})
     straight_end, end = (checkpoint_of(tmp_path / name, label, 4) for name in ("straight", "stopped"))
     for rank in range(size):
-        found, wanted = (load_file(path / file_name(rank)) for path in (end, straight_end))
-        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+        resumed_state, straight_state = (load_file(path / file_name(rank)) for path in (end, straight_end))
+        assert resumed_state.keys() == straight_state.keys() and all(
+            torch.equal(resumed_state[key], straight_state[key]) for key in straight_state
+        )
     generators = generators_of(end, size)
     assert torch.equal(generators[0], generators[1]) is ("tp" in mesh)
     assert size == 2 or not torch.equal(generators[0], generators[2])

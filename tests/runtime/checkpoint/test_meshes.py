@@ -22,10 +22,10 @@ OVER_STAGES += ["zero1 on pp=2,tp=2", "zero2 on dp=2,pp=2", "another split"]
 OVER_EXPERTS = ["zero3 on dp=2,ep=2", "one rank", "zero1 on ep=4", "zero2 on ep=2,tp=2", "zero3 on dp=2,ep=2"]
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]):
-    assert found.keys() == wanted.keys() and wanted
-    for key, value in wanted.items():
-        assert torch.equal(found[key], value), key
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]):
+    assert actual.keys() == expected.keys() and expected
+    for key, value in expected.items():
+        assert torch.equal(actual[key], value), key
 
 
 def elements_in(folder: Path) -> dict[str, int]:
@@ -52,7 +52,7 @@ def elements_in(folder: Path) -> dict[str, int]:
 )
 def test_a_relay_over_meshes(ranks: RankPool, tmp_path, model, names):
     """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
-    ((wanted, losses),) = ranks.run(1, straight, model, len(names))
+    ((straight_state, losses),) = ranks.run(1, straight, model, len(names))
     legs = []
     for leg, name in enumerate(names):
         before, after = tmp_path / str(leg - 1) if leg else None, tmp_path / str(leg)
@@ -65,7 +65,7 @@ def test_a_relay_over_meshes(ranks: RankPool, tmp_path, model, names):
     for earlier, later in pairwise(legs):
         assert_equal(later.loaded, earlier.saved)
     assert [loss for leg in legs for loss in leg.losses] == pytest.approx(losses, rel=1e-5)
-    for name, tensor in wanted.items():
+    for name, tensor in straight_state.items():
         torch.testing.assert_close(legs[-1].state_dict[name], tensor, rtol=1e-4, atol=1e-5)
 
 

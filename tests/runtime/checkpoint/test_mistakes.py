@@ -31,7 +31,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def said(ranks: RankPool, folder: Path | None, last: int = 6, **changes) -> str:
+def message_of(ranks: RankPool, folder: Path | None, last: int = 6, **changes) -> str:
     """The line that a run up to step `last` ends with, the same on all ranks; empty if it ends well."""
     (message,) = set(ranks.run(2, error_of, CHOICE, last, folder, changes))
     assert "\n" not in message
@@ -47,7 +47,7 @@ def test_nothing_to_resume_from(ranks: RankPool, folder, tmp_path):
         (None, str(tmp_path / "empty"), "it has no manifest.json"),
         (None, str(folder / "step_00000004/manifest.json"), "is no checkpoint: no such folder"),
     ):
-        assert expected in said(ranks, into, resume=resume)
+        assert expected in message_of(ranks, into, resume=resume)
 
 
 def test_damaged(ranks: RankPool, folder):
@@ -56,27 +56,27 @@ def test_damaged(ranks: RankPool, folder):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    damaged = said(ranks, None, resume=str(folder / "step_00000004"))
+    damaged = message_of(ranks, None, resume=str(folder / "step_00000004"))
     assert "step_00000004 is damaged: rank_1.safetensors is damaged: its checksum differs" in damaged
     assert ranks.run(2, losses, CHOICE, 6, folder, "latest")[0][:4] == ranks.run(2, losses, CHOICE, 4, None)[0]
-    assert said(ranks, None, resume=str(folder / "step_00000004")) == ""
+    assert message_of(ranks, None, resume=str(folder / "step_00000004")) == ""
     for step in (2, 4, 6):
         (folder / f"step_{step:08d}" / "manifest.json").write_bytes(b"{")
-    assert "no complete checkpoint" in said(ranks, folder, resume="latest")
+    assert "no complete checkpoint" in message_of(ranks, folder, resume="latest")
 
 
 def test_another_training(ranks: RankPool, saved):
-    text = said(ranks, None, resume=str(saved), workload="sample", global_batch_size=6, lr=0.5)
+    text = message_of(ranks, None, resume=str(saved), workload="sample", global_batch_size=6, lr=0.5)
     assert "--workload was mlp and is sample; --global-batch-size was 8 and is 6; --lr was 0.01 and is 0.5" in text
 
 
 def test_checkpoints_are_not_mixed(ranks: RankPool, folder, tmp_path):
-    fresh = said(ranks, folder)
+    fresh = message_of(ranks, folder)
     assert f"{folder} holds checkpoints of an earlier run, the newest of step 4; resume from it with --resume" in fresh
-    older = said(ranks, folder, resume=str(folder / "step_00000002"))
+    older = message_of(ranks, folder, resume=str(folder / "step_00000002"))
     assert "holds a checkpoint of step 4 that this run does not resume from; remove it, or" in older
-    assert said(ranks, tmp_path / "new", resume=str(folder / "step_00000002")) == ""
-    assert said(ranks, folder, resume=str(folder)) == ""
+    assert message_of(ranks, tmp_path / "new", resume=str(folder / "step_00000002")) == ""
+    assert message_of(ranks, folder, resume=str(folder)) == ""
 
 
 def test_one_run_at_a_time_saves_into_a_folder(ranks: RankPool, tmp_path):
@@ -110,6 +110,6 @@ def full_disk(folder: Path, in_background: bool) -> tuple[str, str]:
 def test_full_disk(ranks: RankPool, tmp_path, in_background):
     """The save fails with an error, earlier checkpoints stay, and the run resumes once there is room again."""
     for message, later in ranks.run(2, full_disk, tmp_path, in_background):
-        wanted = f"rank 1: step 6: cannot save a checkpoint in {tmp_path}: File too large; earlier ones are kept"
-        assert message == wanted and later == ""
+        expected = f"rank 1: step 6: cannot save a checkpoint in {tmp_path}: File too large; earlier ones are kept"
+        assert message == expected and later == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *(f"step_{s:08d}" for s in (2, 4, 6, 8))]

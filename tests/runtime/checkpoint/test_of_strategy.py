@@ -58,9 +58,9 @@ def go_on(choice: str, folder: Path) -> dict[str, Tensor]:
 @each_row("saves, loads", [("zero3", "bucket_ddp_async"), ("pytorch_zero3", "zero1")])
 def test_any_choice_goes_on_on_any_number_of_ranks(ranks: RankPool, tmp_path, saves, loads):
     for _ in range(2):  # the second time it replaces the first
-        wanted = ranks.run(2, save_after_some_steps, saves, tmp_path / "saved")[0]
+        straight = ranks.run(2, save_after_some_steps, saves, tmp_path / "saved")[0]
     state = ranks.run(3, go_on, loads, tmp_path / "saved")[0]
-    for name, tensor in wanted.items():
+    for name, tensor in straight.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
@@ -70,7 +70,7 @@ def said_of_damaged(folder: Path) -> list[str]:
     is right."""
     train(stepped := make("bucket_ddp_async", 0), 0)
     ddp_lab.save_checkpoint(stepped, folder)
-    path, said, right = folder / "rank_0.safetensors", [], digest(stepped)
+    path, messages, right = folder / "rank_0.safetensors", [], digest(stepped)
     whole, chance = path.read_bytes(), random.Random(7)
     for _ in range(30):
         content, what = damaged_tensors(whole, chance)
@@ -81,19 +81,21 @@ def said_of_damaged(folder: Path) -> list[str]:
             ddp_lab.load_checkpoint(loading, folder)
         except UserError as error:
             assert "\n" not in str(error), what
-            said.append(str(error))
+            messages.append(str(error))
         else:
             assert digest(loading) == right, f"{what}: another state in silence"
-            said.append("")
-    return said
+            messages.append("")
+    return messages
 
 
 def digest(strategy: Strategy) -> list[Any]:
-    groups = [{key: value for key, value in one.items() if key != "params"} for one in strategy.optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in strategy.optimizer.param_groups
+    ]
     states = [value.tolist() for state in strategy.optimizer.state.values() for value in state.values()]
     return [groups, states, *(tensor.tolist() for tensor in strategy.full_state_dict().values())]
 
 
 def test_what_is_damaged_is_named(ranks: RankPool, tmp_path):
-    (said,) = ranks.run(1, said_of_damaged, tmp_path / "saved")
-    assert sum(map(bool, said)) > 20
+    (messages,) = ranks.run(1, said_of_damaged, tmp_path / "saved")
+    assert sum(map(bool, messages)) > 20

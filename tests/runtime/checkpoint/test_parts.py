@@ -41,10 +41,10 @@ class Files:
         self.read_keys = []
         self._stored = {}
         for rank in range(len(cut.ranges)) if cut else (0,):
-            own = own_parts(cut, rank)
-            if own.is_saved_here("weight"):
+            parts = own_parts(cut, rank)
+            if parts.is_saved_here("weight"):
                 part = cut.part(whole, rank) if cut else whole
-                self._stored[f"parameter/{own.key('weight')}"] = part.reshape(-1)
+                self._stored[f"parameter/{parts.key('weight')}"] = part.reshape(-1)
 
     def read(self, key, start, end):
         self.read_keys.append(f"{key} {start}-{end}")
@@ -55,17 +55,17 @@ CUTS = [None, HALVES, FUSED, SHARED, COLUMNS, BLOCKS]
 
 
 @given(st.sampled_from(CUTS), st.sampled_from(CUTS), st.data())
-def test_any_part_is_put_together_from_any_others(stored, wanted, data):
+def test_any_part_is_put_together_from_any_others(stored, held_cut, data):
     whole = torch.arange(60.0).view(SHAPE)
-    rank = data.draw(st.integers(0, len(wanted.ranges) - 1 if wanted else 0))
-    part = (wanted.part(whole, rank) if wanted else whole).reshape(-1)
+    rank = data.draw(st.integers(0, len(held_cut.ranges) - 1 if held_cut else 0))
+    part = (held_cut.part(whole, rank) if held_cut else whole).reshape(-1)
     start = data.draw(st.integers(0, len(part)))
     end = data.draw(st.integers(start, len(part)))
     files = Files(whole, stored)
-    reader = StoredParts(files, {"weight": stored} if stored else {}, own_parts(wanted, rank))
-    found = reader.read("parameter", "weight", start, end)
-    assert torch.equal(found, part[start:end])
-    if stored == wanted:
+    reader = StoredParts(files, {"weight": stored} if stored else {}, own_parts(held_cut, rank))
+    values = reader.read("parameter", "weight", start, end)
+    assert torch.equal(values, part[start:end])
+    if stored == held_cut:
         (read,) = files.read_keys
         assert read.endswith(f" {start}-{end}"), "nothing more is read"
 

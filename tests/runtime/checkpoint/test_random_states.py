@@ -17,7 +17,7 @@ def test_all_generators_go_on_where_they_were():
     cpu = torch.device("cpu")
     draw()
     tensors, texts = random_states(cpu)
-    wanted = draw()
+    numbers = draw()
     draw()
     restore_random_states(tensors, texts, cpu)
-    assert draw() == wanted
+    assert draw() == numbers

@@ -48,38 +48,38 @@ def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice):
 def issue(kind: str, group=None) -> tuple[Any, Tensor, Tensor]:
     """Handle, result, and what the result must be."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    own, part = torch.full((ELEMENTS,), float(rank + 1)), ELEMENTS // size
+    tensor, part = torch.full((ELEMENTS,), float(rank + 1)), ELEMENTS // size
     shard, full = torch.empty(part), torch.empty(ELEMENTS * size)
     total, by_rank = size * (size + 1) / 2, torch.arange(1.0, size + 1).repeat_interleave(ELEMENTS)
     options: dict[str, Any] = {"async_op": True, "group": group}
     if kind == "all_reduce":
-        return dist.all_reduce(own, **options), own, torch.full((ELEMENTS,), total)
+        return dist.all_reduce(tensor, **options), tensor, torch.full((ELEMENTS,), total)
     if kind == "reduce_scatter":
-        return dist.reduce_scatter_tensor(shard, own, **options), shard, torch.full_like(shard, total)
+        return dist.reduce_scatter_tensor(shard, tensor, **options), shard, torch.full_like(shard, total)
     if kind == "broadcast":
-        return dist.broadcast(own, src=1, **options), own, torch.full((ELEMENTS,), 2.0)
+        return dist.broadcast(tensor, src=1, **options), tensor, torch.full((ELEMENTS,), 2.0)
     if kind == "scatter":
-        given = list(torch.ones(size, part).unbind()) if rank == 0 else None
-        return dist.scatter(shard, given, src=0, **options), shard, torch.ones_like(shard)
+        inputs = list(torch.ones(size, part).unbind()) if rank == 0 else None
+        return dist.scatter(shard, inputs, src=0, **options), shard, torch.ones_like(shard)
     if kind == "gather":
         parts = [torch.empty(ELEMENTS) for _ in range(size)] if rank == 0 else None
-        work = dist.gather(own, parts, dst=0, **options)
-        return work, parts[1] if parts else own, torch.full((ELEMENTS,), 2.0 if parts else rank + 1.0)
+        work = dist.gather(tensor, parts, dst=0, **options)
+        return work, parts[1] if parts else tensor, torch.full((ELEMENTS,), 2.0 if parts else rank + 1.0)
     if kind == "all_to_all":
-        return dist.all_to_all_single(full, own.repeat(size), **options), full, by_rank
-    return dist.all_gather_into_tensor(full, own, **options), full, by_rank
+        return dist.all_to_all_single(full, tensor.repeat(size), **options), full, by_rank
+    return dist.all_gather_into_tensor(full, tensor, **options), full, by_rank
 
 
 def timed(kind: str) -> tuple[float, float, bool, bool, float]:
     with paced_groups(SLOW):
         host_barrier()
         begin, cpu = time.monotonic(), time.process_time()
-        work, result, wanted = issue(kind)
+        work, result, expected = issue(kind)
         issued = time.monotonic() - begin
         was_done = work.is_completed()
         work.wait()
         end = time.monotonic() - begin
-        return issued, end, was_done, torch.equal(result, wanted), time.process_time() - cpu
+        return issued, end, was_done, torch.equal(result, expected), time.process_time() - cpu
 
 
 BITS = 8 * 4 * ELEMENTS
@@ -93,23 +93,23 @@ LEAST_S = {  # of the rank that waits longest, with two ranks
 
 @each_row("kind", LEAST_S)
 def test_a_collective_takes_its_time_and_no_cpu(ranks: RankPool, kind):
-    found = ranks.run(2, timed, kind)
-    assert max(end for _, end, *_ in found) >= LEAST_S[kind]
-    for issued, end, was_done, is_right, cpu in found:
+    measured = ranks.run(2, timed, kind)
+    assert max(end for _, end, *_ in measured) >= LEAST_S[kind]
+    for issued, end, was_done, is_right, cpu in measured:
         assert is_right and not was_done
         assert issued < end / 2 and cpu < end / 2  # the caller goes on at once, and nobody spins
 
 
 def many_in_flight() -> tuple[float, float]:
     """Seconds until the last of more all-reduces than a ledger has slots for, and what the link takes for all."""
-    link, each = Link(8 * 10**6), torch.ones(250)
+    link, message = Link(8 * 10**6), torch.ones(250)
     with paced_groups(link):
         host_barrier()
         begin = time.monotonic()
-        works = [dist.all_reduce(each.clone(), async_op=True) for _ in range(SLOTS + SLOTS // 2)]
+        works = [dist.all_reduce(message.clone(), async_op=True) for _ in range(SLOTS + SLOTS // 2)]
         for work in works:
             work.wait()
-        return time.monotonic() - begin, len(works) * 8 * each.nbytes / link.bits_per_s
+        return time.monotonic() - begin, len(works) * 8 * message.nbytes / link.bits_per_s
 
 
 def test_a_rank_far_ahead_still_pays_for_all(ranks: RankPool):
@@ -121,19 +121,19 @@ def sub_groups() -> tuple[list[float], bool]:
     with paced_groups(SLOW):
         of_two = dist.new_group([0, 1] if dist.get_rank() < 2 else [2], use_local_synchronization=True)
         group = of_two if dist.get_rank() < 2 else None
-        others = dist.new_group([2])
+        of_third = dist.new_group([2])
         times = []
         host_barrier()
         if group is not None:
             begin = time.monotonic()
             dist.all_reduce(torch.ones(ELEMENTS), group=group)
             times.append(time.monotonic() - begin)
-        is_member = isinstance(others, dist.ProcessGroup)
+        is_member = isinstance(of_third, dist.ProcessGroup)
         gathered: list[Any] = [None] * 3
         dist.all_gather_object(gathered, dist.get_rank())
         assert gathered == [0, 1, 2]
-        for made in filter(lambda each: isinstance(each, dist.ProcessGroup), (of_two, others)):
-            dist.destroy_process_group(made)  # or later traces would list groups of different ranks
+        for group in filter(lambda group: isinstance(group, dist.ProcessGroup), (of_two, of_third)):
+            dist.destroy_process_group(group)  # or later traces would list groups of different ranks
     dist.barrier()  # as before
     return times, is_member
 
@@ -147,7 +147,7 @@ def test_groups_that_are_made_later_are_paced(ranks: RankPool):
 
 def missing_rank() -> list[str]:
     """What a collective says that rank 1 never issues: to who waits, to who has its future, and to DDP."""
-    said = []
+    messages = []
     with paced_groups(SLOW):
         groups = [dist.new_group(timeout=datetime.timedelta(milliseconds=300)) for _ in range(3)]
         module = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=groups[2])
@@ -158,19 +158,19 @@ def missing_rank() -> list[str]:
             for attempt in attempts:
                 with pytest.raises(RuntimeError) as caught:
                     attempt()
-                said.append(str(caught.value))
+                messages.append(str(caught.value))
             assert works[0].is_completed() and not works[0].is_success()
             with pytest.raises(Exception, match="--link cannot pace reduce yet"):
                 dist.reduce(torch.ones(1), dst=0)
         host_barrier()
         del module
         gc.collect()
-    return said
+    return messages
 
 
 def test_what_fails_is_not_taken_for_done(ranks: RankPool):
-    said, nothing = ranks.run(2, missing_rank)
-    assert len(said) == 3 and nothing == [] and all("imed out" in each for each in said)
+    messages, nothing = ranks.run(2, missing_rank)
+    assert len(messages) == 3 and nothing == [] and all("imed out" in message for message in messages)
 
 
 def exchanged() -> tuple[bool, bool, list[float], list[tuple[float, float]]]:
@@ -196,7 +196,7 @@ def test_messages_go_one_behind_the_other_and_both_ways_at_once(ranks: RankPool)
     """Gloo moves them in the background, and each waits for its turn on the links."""
     for was_there, are_right, times, ((begin, end), (others_begin, others_end)) in ranks.run(2, exchanged):
         assert are_right and not was_there
-        each = BITS / SLOW.bits_per_s
-        assert all(took >= (index + 1) * each + SLOW.latency_s for index, took in enumerate(times))
-        assert end - begin == pytest.approx(3 * each, rel=1e-3), "nothing rests between messages that are ready"
+        message_s = BITS / SLOW.bits_per_s
+        assert all(took >= (index + 1) * message_s + SLOW.latency_s for index, took in enumerate(times))
+        assert end - begin == pytest.approx(3 * message_s, rel=1e-3), "nothing rests between messages that are ready"
         assert begin < others_end and others_begin < end, "the other way does not wait"

@@ -29,11 +29,11 @@ class Links:
             with mock.patch.object(ledger, "monotonic", lambda moment=moment: moment):
                 self.ledger.issue(self.group, number, rank)
 
-    def ends(self, number, messages, asked=None):
-        """By rank; `asked`: in which order the ranks ask."""
-        order, members = asked or range(self.size), tuple(range(self.size))
-        found = {rank: self.ledger.delivery(self.group, number, rank, members, messages) for rank in order}
-        return [found[rank] for rank in range(self.size)]
+    def ends(self, number, messages, order=None):
+        """By rank; `order`: in which order the ranks ask."""
+        order, members = order or range(self.size), tuple(range(self.size))
+        by_rank = {rank: self.ledger.delivery(self.group, number, rank, members, messages) for rank in order}
+        return [by_rank[rank] for rank in range(self.size)]
 
 
 def test_a_ring_begins_when_the_last_rank_has_issued_it():
@@ -103,7 +103,7 @@ def test_no_link_carries_more_than_its_rate(size, payloads, data):
         order = data.draw(st.permutations(range(size)))
         latest = max(latest, *links.ends(number, messages, order))
         if isinstance(messages, ledger.Ring):
-            sent = [each + messages.nbytes for each in sent]
+            sent = [nbytes + messages.nbytes for nbytes in sent]
         else:
             for edge in messages:
                 sent[edge.sender] += edge.nbytes

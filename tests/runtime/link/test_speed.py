@@ -11,6 +11,6 @@ def test_links_are_read_as_people_write_them_and_written_in_one_way(bits_per_s, 
     assert Link.parse("1GBIT,1.5ms") == Link(10**9, 1.5e-3) and Link.parse("none") is None
     assert Link.parse("250mbit,50us") == Link(250 * 10**6, 50e-6)
     text = str(Link(bits_per_s, latency_us * 1e-6))
-    found = Link.parse(text)
-    assert found is not None and canonical(text) == text
-    assert (found.bits_per_s, found.latency_s) == (approx(bits_per_s), approx(latency_us * 1e-6, rel=1e-5))
+    link = Link.parse(text)
+    assert link is not None and canonical(text) == text
+    assert (link.bits_per_s, link.latency_s) == (approx(bits_per_s), approx(latency_us * 1e-6, rel=1e-5))

@@ -20,24 +20,24 @@ of_linux = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies a
 def test_others_are_left_alone(monkeypatch, tmp_path, gpu):
     monkeypatch.delenv(environment.KINETO, raising=False)
     monkeypatch.setattr(environment, "OF_GPUS", [tmp_path] if gpu else [])
-    asked = []
-    monkeypatch.setattr(os, "sched_setscheduler", lambda _, policy, __: asked.append(policy))
+    policies = []
+    monkeypatch.setattr(os, "sched_setscheduler", lambda _, policy, __: policies.append(policy))
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
     prepare_process()
-    assert asked == ([] if gpu else [os.SCHED_BATCH])
+    assert policies == ([] if gpu else [os.SCHED_BATCH])
     warning = 2  # the level at which libkineto says that CUPTI lacks a permission
     assert (int(os.environ[environment.KINETO]) <= warning) == gpu
 
 
 @each_row(
-    ("visible", "build", "seen"),
+    ("visible", "build", "sees_gpu"),
     [("0,1", "2.15.0", True), ("", "2.15.0", False), ("-1", "2.15.0", False), ("0", "2.15.0+cpu", False)],
 )
-def test_a_gpu_that_torch_does_not_see_is_none(monkeypatch, visible, build, seen):
+def test_a_gpu_that_torch_does_not_see_is_none(monkeypatch, visible, build, sees_gpu):
     monkeypatch.setattr(environment, "OF_GPUS", [ROOT])
     monkeypatch.setattr(environment, "version", lambda _: build)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert environment.sees_gpu() == seen
+    assert environment.sees_gpu() == sees_gpu
 
 
 OF_A_THREAD = f"""

@@ -39,8 +39,8 @@ NOT_OURS = {"tests", ".venv"}
 def sources():
     """All Python files of the project but its tests, whatever folders are added."""
     folders = [path for path in ROOT.iterdir() if (path / "__init__.py").exists() and path.name not in NOT_OURS]
-    found = [path for folder in [*folders, ROOT / "scripts"] for path in folder.rglob("*.py")]
-    return [*found, *ROOT.glob("*.py")]
+    paths = [path for folder in [*folders, ROOT / "scripts"] for path in folder.rglob("*.py")]
+    return [*paths, *ROOT.glob("*.py")]
 
 
 def call_name(call):
@@ -72,8 +72,8 @@ def problem_in(node):
                 return f"{word.arg} is not False"
     names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
     names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-    found = [name for name in names if name.split(".")[0] in FORBIDDEN_MODULES]
-    return f"imports {found[0]}" if found else None
+    forbidden = [name for name in names if name.split(".")[0] in FORBIDDEN_MODULES]
+    return f"imports {forbidden[0]}" if forbidden else None
 
 
 def is_false(node):

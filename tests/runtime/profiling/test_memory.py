@@ -37,14 +37,19 @@ def test_expected_states_of_frozen_and_tied_parameters():
 # The timeline, worked out by hand ------------------------------------------------------------------------------------
 
 
-def held(parameters: int, gradients: int) -> dict[str, int]:
+def states_of(parameters: int, gradients: int) -> dict[str, int]:
     return {"parameters": parameters, "gradients": gradients, "optimizer_state": 10, "buffers": 0}
 
 
 def test_a_timeline_worked_out_by_hand():
     """Four samples of 1 ms each; between the second and the third 50 bytes come and go, which no sample sees."""
     ms = 1_000_000
-    moments = [("start", held(4, 0)), ("layer", held(8, 0)), ("gradient of layer", held(8, 5)), ("end", held(4, 5))]
+    moments = [
+        ("start", states_of(4, 0)),
+        ("layer", states_of(8, 0)),
+        ("gradient of layer", states_of(8, 5)),
+        ("end", states_of(4, 5)),
+    ]
     marks = {0: (10 * ms, 11 * ms), 1: (13 * ms, 14 * ms), 2: (18 * ms, 19 * ms), 3: (20 * ms, 21 * ms)}
     phases = [(12 * ms, 15 * ms, "forward"), (15 * ms, int(19.5 * ms), "backward")]
     curve = [(0, 14), (12 * ms, 20), (16 * ms, 70), (17 * ms, 25), (int(18.5 * ms), 24), (int(19.5 * ms), 19)]
@@ -91,10 +96,10 @@ def test_a_workspace_is_what_an_operator_frees_itself():
     """A product's packed operand, and what it makes by an operator of its own, but neither its output nor what Python
     or a collective allocates and frees."""
     product, collective = (SimpleNamespace(name=n, end_time_ns=10, parent=None) for n in ("aten::mm", "c10d::scatter"))
-    made = SimpleNamespace(name="aten::empty", end_time_ns=3, parent=product)
+    factory = SimpleNamespace(name="aten::empty", end_time_ns=3, parent=product)
     whole = SimpleNamespace(name="aten::empty", end_time_ns=22, parent=None)
     reports = [
-        *(report(1, 1, 100, product), report(2, 2, 30, product), report(3, 3, 7, made), report(4, 4, 5, collective)),
+        *(report(1, 1, 100, product), report(2, 2, 30, product), report(3, 3, 7, factory), report(4, 4, 5, collective)),
         *(report(5, 2, -30, product), report(6, 3, -7, product), report(7, 4, -5, collective)),
         *(report(11, 1, -100, None), report(21, 5, 9, whole), report(22, 5, -9, None)),
     ]
@@ -127,12 +132,12 @@ def count_hooks(strategy) -> int:
 )
 def test_a_recorded_step(ranks: RankPool, choice):
     for answer in ranks.run(2, step_memory, choice, "llama", 2):
-        recorded, rest = answer["recorded"], answer["rest"]
+        recorded, at_rest = answer["recorded"], answer["rest"]
         timeline = recorded["timeline"]
         assert answer["hooks"] == 0
-        assert {component: timeline[f"{component}_bytes"][-1] for component in COMPONENTS} == rest
+        assert {component: timeline[f"{component}_bytes"][-1] for component in COMPONENTS} == at_rest
         for component in COMPONENTS:
-            assert recorded[f"peak_{component}_bytes"] >= rest[component]
+            assert recorded[f"peak_{component}_bytes"] >= at_rest[component]
         assert recorded["peak_model_states_bytes"] == max(model_states(timeline))
         assert recorded["peak_bytes"] == max(timeline["highest_bytes"]) >= recorded["peak_model_states_bytes"]
         assert timeline["ms"] == sorted(timeline["ms"])

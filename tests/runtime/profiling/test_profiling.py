@@ -94,7 +94,7 @@ def test_steps_in_which_a_strategy_settles_are_not_profiled(tmp_path, wait, sett
 
 
 @each_row(
-    "given, steps, settling, expected",
+    "settings, steps, settling, expected",
     [
         ({}, 3, 0, (0, 1, 2, 1)),
         ({}, 7, 5, (4, 1, 2, 1)),
@@ -103,11 +103,13 @@ def test_steps_in_which_a_strategy_settles_are_not_profiled(tmp_path, wait, sett
         ({}, 0, 0, None),
     ],
 )
-def test_windows_shrink_to_the_run(given, steps, settling, expected):
+def test_windows_shrink_to_the_run(settings, steps, settling, expected):
     """Wait, warm-up, steps and number of windows; None: there is no profile."""
-    config, said = RunConfig(**given).fitted(steps, settling)
+    config, note = RunConfig(**settings).fitted(steps, settling)
     if expected is None:
-        assert config.no_profile and "none is left to profile" in said
+        assert config.no_profile and "none is left to profile" in note
         return
-    one = config.profile_wait, config.profile_warmup, config.profile_active, config.profile_repeat
-    assert one == expected and config.profile_steps(settling) <= steps and f"--profile-repeat {one[-1]}" in said
+    schedule = config.profile_wait, config.profile_warmup, config.profile_active, config.profile_repeat
+    assert (
+        schedule == expected and config.profile_steps(settling) <= steps and f"--profile-repeat {schedule[-1]}" in note
+    )

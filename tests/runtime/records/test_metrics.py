@@ -28,8 +28,8 @@ def run_small(settings: dict[str, Any]) -> str | None:
 
 def lines_of(folder: Path, choice: str) -> list[list[dict[str, Any]]]:
     """Of each file, oldest first."""
-    found = (folder / "profile" / choice).glob("*.metrics.jsonl")
-    paths = sorted(found, key=lambda path: path.stat().st_mtime_ns)
+    files = (folder / "profile" / choice).glob("*.metrics.jsonl")
+    paths = sorted(files, key=lambda path: path.stat().st_mtime_ns)
     texts = [path.read_text() for path in paths]
     assert all(text.endswith("\n") for text in texts)
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
@@ -85,7 +85,7 @@ def log_three_steps(folder: str, target: str):
     with pytest.raises(NonFiniteError), step_metrics(config, "a-run", dist.get_rank() == 0) as after_step:
         for step in range(3):
             of_step = {"loss": 2.0 - step, "grad_norm": 0.5, "lr": 0.1, "step_time_s": 0.25}
-            result.add(samples=8, tokens=64, own=(4, 32), loss_scale=None, skipped=False, **of_step)
+            result.add(samples=8, tokens=64, rank_counts=(4, 32), loss_scale=None, skipped=False, **of_step)
             after_step(result)
         raise NonFiniteError("step 3: the loss is not finite")
 

@@ -50,8 +50,8 @@ def test_long_phases_are_said_but_no_steps_after_the_first(monkeypatch, capsys):
         phases.between_steps("evaluating")
         time.sleep(0.1)
     phases.record_phases_in(None)
-    said = capsys.readouterr().out.splitlines()
-    assert [*dict.fromkeys(said)] == [f"zero3: {at}, 0 s so far" for at in ("importing", "first step", "evaluating")]
+    lines = capsys.readouterr().out.splitlines()
+    assert [*dict.fromkeys(lines)] == [f"zero3: {at}, 0 s so far" for at in ("importing", "first step", "evaluating")]
 
 
 def test_a_save_is_no_part_of_the_step_around_it():

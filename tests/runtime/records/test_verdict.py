@@ -46,22 +46,22 @@ def run_recorded(settings: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("choice", "data", "said"),
+    ("choice", "data", "expected"),
     [
         ("bucket_ddp_async", "0.03", "input-bound: loading data takes"),
         ("pytorch_ddp", "0.05 * (dist.get_rank() == 1)", "rank 1 is a straggler"),
     ],
 )
-def test_a_run_names_what_was_planted(ranks: RankPool, tmp_path, choice, data, said):
+def test_a_run_names_what_was_planted(ranks: RankPool, tmp_path, choice, data, expected):
     name = written(tmp_path, SLOW.format(data))
     settings = {"choice": choice, "workload": name, "output_dir": str(tmp_path), "no_profile": True, "no_eval": True}
     ranks.run(2, run_recorded, settings | {"global_batch_size": 8, "grad_accum_steps": 1})
     record = record_of(tmp_path, choice)
     first, then = record["verdict"]
     is_busy = first.startswith("withheld: a training thread could run but had no core")  # the machine, with others
-    assert is_busy or first.startswith(said), first
+    assert is_busy or first.startswith(expected), first
     rows = record["throughput"]
-    if "input" in said:
+    if "input" in expected:
         assert all(row["data_s"] > 0.09 for row in rows), "4 samples of 30 ms, but for the last step"
         assert is_busy or "samples ready" in then
     else:
@@ -104,11 +104,11 @@ ROWS = [
 ]  # fmt: skip
 
 
-@each_row("found, said, advice", ROWS)
-def test_rows_of_a_record(found, said, advice):
-    first, then = verdict(found)
-    assert first.startswith(said) and advice in then, (first, then)
-    assert ("memory is near the limit: rank 3 held 75.0 of 79.0 GiB" in first) == (found["memory"] is FULL)
+@each_row("run_record, expected, advice", ROWS)
+def test_rows_of_a_record(run_record, expected, advice):
+    first, then = verdict(run_record)
+    assert first.startswith(expected) and advice in then, (first, then)
+    assert ("memory is near the limit: rank 3 held 75.0 of 79.0 GiB" in first) == (run_record["memory"] is FULL)
 
 
 def test_lateness_counts_once_a_step_and_on_one_host_alone():
