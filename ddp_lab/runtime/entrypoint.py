@@ -79,6 +79,7 @@ def configured(config: RunConfig, arguments: Sequence[str] | None = None, ranks:
             require_launcher(environ)
             size = int(environ["WORLD_SIZE"])
             on_node = int(environ.get("LOCAL_WORLD_SIZE", size))
+        # ranks, and the batch that divides among them
         if config.mesh:
             Mesh.parse(config.mesh).require_ranks(size, on_node)
         seeing, samples = config.data_size(size), config.global_batch_size
@@ -86,6 +87,7 @@ def configured(config: RunConfig, arguments: Sequence[str] | None = None, ranks:
             config = replace(config, global_batch_size=config.nearest_batch(seeing))
         config.micro_batch_size(seeing)
         config.require_profiled_ranks(size)
+        # what is named is there
         on_gpu = config.device != "cpu" and sees_gpu()
         resolved = resolve_workload(config, on_gpu)
         require_found(resolved)
@@ -93,6 +95,7 @@ def configured(config: RunConfig, arguments: Sequence[str] | None = None, ranks:
         require_folder(config)
     except UserError as error:
         exit_with_error(f"{config.label}: {error}")
+    # the first line of a run
     if environ.get("RANK", "0") == "0" and not is_started_by_us:
         who = f"{size} ranks" if size > 1 else "1 rank"
         who += f" on {cores_here()} cores" * (size == on_node) + (" load" if size > 1 else " loads")

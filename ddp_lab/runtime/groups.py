@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,13 @@ def from_rank0(make: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
+def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """The `value` of each rank of `group`, on all of them. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
 def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """What `make` returns here, once it has returned on every rank of `group`. Collective.
 
@@ -92,10 +99,8 @@ def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = 
         result = make()
     except Exception as error:  # whatever it is, the others must not wait for it
         failure = error
-    problems: list[tuple[str, str | None] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(
-        problems, None if failure is None else (words_of(failure), getattr(failure, "traceback", None)), group
-    )
+    rank_problem = None if failure is None else (words_of(failure), getattr(failure, "traceback", None))
+    problems = gather_objects(rank_problem, group)
     if failure is not None and not isinstance(failure, UserError):
         raise failure
     for rank, rank_problem in enumerate(problems):

@@ -255,6 +255,7 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
         raise UserError(no_parts)
     everyone = dist.group.WORLD
     assert everyone is not None, "join the process group first"
+    # one dimension of torch's mesh for each of ours
     degrees = dict(mesh.degrees)
     if not degrees.keys() & {DATA, SHARD}:
         degrees = {DATA: 1, **degrees}
@@ -268,11 +269,13 @@ def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
         names = tuple(name for name in degrees if name in dimensions and (name, degrees[name]) != (CONTEXT, 1))
         return parts[names[0]] if len(names) == 1 else device_mesh[names]._flatten("_".join(names)).get_group()
 
+    # groups along several dimensions
     data, model = along((*DATA_DIMENSIONS, CONTEXT)), along((PIPELINE, TENSOR))
     shard = along((SHARD, CONTEXT)) if SHARD in degrees else None
     copies, experts = parts.get(EXPERT), parts.get(EXPERT)
     if EXPERT in degrees:
         copies, experts = along((DATA, CONTEXT)), along((EXPERT, TENSOR)) if tensor > 1 else experts
+    # all of them wait as long as the default group
     timeout = timeout_of(everyone)  # new groups have torch's default
     for group in {*parts.values(), data, model, shard, copies, experts} - {everyone, None}:
         dist.set_timeout(timeout, group)

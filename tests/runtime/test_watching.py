@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ddp_lab.collectives.calls import Call, first_difference
 from ddp_lab.collectives.ranks import LONGEST_NAME, Ranks, group_name, ranks_of
 from ddp_lab.runtime.errors import SequenceError
+from ddp_lab.runtime.groups import gather_objects
 from ddp_lab.runtime.watch.cause import RankReport, find_mismatch, first_cause
 from ddp_lab.runtime.watch.flight_recorder import ExitReason, FlightRecorder, RankState, kind_of
 from ddp_lab.runtime.watch.sequence import recorded_collectives
@@ -102,10 +103,9 @@ def exchange(order: str) -> str | None:
             work = dist.broadcast(torch.zeros(3), src=0, group=pair, async_op=True)
             assert work is not None
             work.wait()
-        before, after = [0, 0], [0, 0]
-        dist.all_gather_object(before, digest(dist.group.WORLD))
+        before = gather_objects(digest(dist.group.WORLD))
         problem = agree_on_sequence(dist.group.WORLD) if before[0] != before[1] else None
-        dist.all_gather_object(after, digest(dist.group.WORLD))
+        after = gather_objects(digest(dist.group.WORLD))
         entries = flight.state().entries
     flight.close()
     for pair in pairs:

@@ -28,7 +28,7 @@ LARGEST_MANIFEST = 1 << 30
 """In bytes. A longer one is not read."""
 FOLDER = re.compile(r"step_(\d{8,15})")
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Ranks = Annotated[int, msgspec.Meta(ge=1)]
+RankCount = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,8 +45,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     format: int = FORMAT
     step: Count
     choice: str = ""
-    world_size: Ranks
-    data_parallel_size: Ranks
+    world_size: RankCount
+    data_parallel_size: RankCount
     run_id: str = ""
     job: str | None = None
     config: dict[str, Any] = {}
@@ -81,6 +81,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
+    # what is there
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link, which a checkpoint does not contain")
     if not folder.is_dir():
@@ -90,6 +91,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > LARGEST_MANIFEST:
             raise ValueError(f"it has more than {LARGEST_MANIFEST} bytes")
+        # format and checksum, before any field is read
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         version = content.get("format")
         if type(version) is not int:
@@ -99,6 +101,7 @@ def read_manifest(folder: Path) -> Manifest:
         if content.pop("crc32", None) != _checksum(content):
             raise ValueError("its checksum crc32 differs")
         manifest = msgspec.convert(content, Manifest)
+        # what fields say of one another
         lengths = {len(manifest.train_loss), len(manifest.step_samples), len(manifest.step_time_s)}
         if manifest.run_id and lengths != {manifest.step}:
             raise ValueError("step: its lists are not as long as there were steps")

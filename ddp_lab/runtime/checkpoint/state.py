@@ -154,6 +154,7 @@ def fill(strategy: Strategy, files: TensorFiles, manifest: Manifest) -> None:
     if odd := sorted(states_in(files).items() ^ manifest.states.items()):
         raise UserError(f"the checkpoint is damaged: its files and {MANIFEST} differ in {odd[0][0]!r}")
     strategy.finish_parameter_synchronization()
+    # parameters, buffers and the loss scale
     stored = StoredParts(files, manifest.cuts, OwnParts(strategy))
     for piece in strategy.parameter_pieces():
         local = strategy.on_this_rank(piece.tensor)
@@ -164,6 +165,7 @@ def fill(strategy: Strategy, files: TensorFiles, manifest: Manifest) -> None:
     for name, value in strategy.scaler.state().items() if strategy.scaler is not None else ():
         if (key := f"loss_scale/{name}") in files.stored:  # not if it was saved in another precision
             put(value, files.read(key, 0, 1))
+    # the optimizer
     states, counts = keys_by_parameter(files, "optimizer"), keys_by_parameter(files, "optimizer_count")
     optimizer = strategy.updating_optimizer
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}

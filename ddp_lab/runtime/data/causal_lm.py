@@ -31,7 +31,7 @@ END_OF_TEXT = "<|endoftext|>"
 TEXTS_FOR_TOKENIZER = 10_000
 
 
-class Samples(NamedTuple):
+class LanguageSamples(NamedTuple):
     """Training and held-out sequences, and what the user should read of them."""
 
     train: TokenSequences
@@ -52,7 +52,7 @@ def _built_in(config: RunConfig) -> Workload:
         TokenSequences(Documents.of([*ids, tokenizer.eos_token_id] for ids in tokenizer(part)["input_ids"]), length)
         for part in built_in.prose()
     )
-    samples = Samples(train.without_short_last(), held_out[: config.eval_samples or EVAL_SAMPLES])
+    samples = LanguageSamples(train.without_short_last(), held_out[: config.eval_samples or EVAL_SAMPLES])
     return _workload(config, sample_model(config), tokenizer, samples, length, learning_rate=3e-3)
 
 
@@ -134,7 +134,7 @@ def keeps_documents_apart(model: nn.Module) -> bool:
     return bool((packed - alone).abs().max() <= 1e-4 * alone.abs().max())
 
 
-def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, packs: bool) -> Samples:
+def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, packs: bool) -> LanguageSamples:
     count, held_out = config.train_samples, config.eval_samples or EVAL_SAMPLES
     count = count or (STREAMED_SAMPLES if config.streaming else None)
     text = source.tokenized(tokenizer, config.seed, length, (count, held_out))
@@ -158,11 +158,11 @@ def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, pac
             "--sequence-length"
         )
     notes = (f"{left_out} samples left out: nothing of their completion is within {length} tokens",)
-    return Samples(train[:count], evaluation[:held_out], notes if left_out and not cuts else ())
+    return LanguageSamples(train[:count], evaluation[:held_out], notes if left_out and not cuts else ())
 
 
 def _workload(
-    config: RunConfig, model: nn.Module, tokenizer: Any, samples: Samples, length: int, learning_rate: float
+    config: RunConfig, model: nn.Module, tokenizer: Any, samples: LanguageSamples, length: int, learning_rate: float
 ) -> Workload:
     # the prompt of the first held-out sample, or its first words if it has none
     first = samples.evaluation[0]

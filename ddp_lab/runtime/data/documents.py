@@ -25,7 +25,7 @@ class Source(NamedTuple):
     text_column: str
     streams: bool
 
-    def tokenized(self, tokenizer: Any, seed: int, length: int, most: tuple[int | None, int]) -> "Text":
+    def tokenized(self, tokenizer: Any, seed: int, length: int, most: tuple[int | None, int]) -> "TokenizedText":
         """All documents as tokens, for sequences of `length`.
 
         `most`: of a stream, read no more than so many sequences, or rows with prompts: to train on, and held out.
@@ -37,7 +37,9 @@ class Source(NamedTuple):
         has_prompts = train[1] == PROMPT_COLUMNS
         unit = 1 if has_prompts else length
         documents = self._documents(*train, tokenizer, count and count * unit, seed)
-        return Text(documents, [self._documents(*part, tokenizer, eval_count * unit) for part in held_out], has_prompts)
+        return TokenizedText(
+            documents, [self._documents(*part, tokenizer, eval_count * unit) for part in held_out], has_prompts
+        )
 
     def _columns(self, data: Any) -> tuple[str, ...]:
         """Those that are text: one, or prompt and completion."""
@@ -87,7 +89,7 @@ class Source(NamedTuple):
         return collected(encoded, 1, enough or inf, by_rows=columns == PROMPT_COLUMNS)
 
 
-class Text(NamedTuple):
+class TokenizedText(NamedTuple):
     """Tokens to train on, and held-out ones in a list, if there is such a split; of prompts and completions, or not."""
 
     train: Documents

@@ -13,7 +13,6 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Subset, default_collate
 
@@ -22,7 +21,7 @@ from ddp_lab.runtime.data.found import require_function
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import node_leader_first
 from ddp_lab.runtime.errors import OWN_MODULE, UserError, place_in_own_file, traceback_of, words_of
-from ddp_lab.runtime.groups import on_every_rank
+from ddp_lab.runtime.groups import gather_objects, on_every_rank
 from ddp_lab.runtime.watch.phases import BUILDING, during
 
 TRIED_SAMPLES = 4
@@ -147,8 +146,7 @@ def require_fields(name: str, workload: Any) -> None:
 
 def require_same_lengths(name: str, workload: Workload) -> None:
     """Collective."""
-    lengths: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lengths, (len(workload.train), len(workload.evaluation)))
+    lengths = gather_objects((len(workload.train), len(workload.evaluation)))
     for rank, (train, evaluation) in enumerate(lengths):
         if (train, evaluation) != lengths[0]:
             raise UserError(
@@ -185,6 +183,7 @@ def require_trains(name: str, workload: Workload, device: torch.device) -> None:
 
 
 def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], device: torch.device) -> Tensor:
+    # the batch, and what its loss is a mean over
     is_default = workload.collate is default_collate
     with in_one_line(f"--workload {name}: collate", "give Workload a collate of your own" if is_default else ""):
         batch = workload.collate(samples)
@@ -198,6 +197,7 @@ def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], d
     if not 0 <= count < math.inf:
         raise UserError(f"--workload {name}: count is {count:g} for a batch; it must be a number of at least 0")
     batch = {key: value.to(device) for key, value in batch.items()}
+    # the loss
     hint = "" if workload.loss else "without a loss in Workload, the model gets the whole batch and must return .loss"
     with in_one_line(f"--workload {name}: model, on a batch of {', '.join(batch)}", hint):
         output = model(**batch)
@@ -211,6 +211,7 @@ def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], d
         raise UserError(
             f"--workload {name}: its loss is {_kind(loss)}; it must be a scalar tensor, the mean over the batch"
         )
+    # predictions, one for each label
     if workload.classifies:
         logits = getattr(output, "logits", None)
         if logits is None or "labels" not in batch:

@@ -35,7 +35,7 @@ from ddp_lab.runtime.link.speed import Link, Nodes
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingSchedule:
     """What each rank sends, and receives; and how many messages wait for one another."""
 
     nbytes: float
@@ -52,25 +52,25 @@ class Edge:
     is_forwarded: bool = False
 
 
-Schedule = Ring | tuple[Edge, ...]
+Schedule = RingSchedule | tuple[Edge, ...]
 
 
-def all_reduce(size: int, nbytes: float) -> Ring:
+def all_reduce(size: int, nbytes: float) -> RingSchedule:
     """`nbytes`: of the tensor."""
-    return Ring(sent_share("all_reduce", size) * nbytes, 2 * (size - 1))
+    return RingSchedule(sent_share("all_reduce", size) * nbytes, 2 * (size - 1))
 
 
-def all_gather(size: int, nbytes: float) -> Ring:
+def all_gather(size: int, nbytes: float) -> RingSchedule:
     """`nbytes`: of what one rank gives.
 
     Each part goes in two halves. Two ranks have one connection, on which the first halves take turns.
     """
-    return Ring(1.5 * nbytes if size == 2 else (size - 1) * nbytes, size - 1)
+    return RingSchedule(1.5 * nbytes if size == 2 else (size - 1) * nbytes, size - 1)
 
 
-def barrier(size: int, nbytes: float = 0) -> Ring:
+def barrier(size: int, nbytes: float = 0) -> RingSchedule:
     """Rounds of a dissemination barrier, which sends nothing."""
-    return Ring(nbytes, ceil(log2(size)))
+    return RingSchedule(nbytes, ceil(log2(size)))
 
 
 def broadcast(size: int, nbytes: float, root: int) -> tuple[Edge, ...]:
@@ -180,7 +180,7 @@ class Ledger:
             issued = np.where(numbers == number, times, 0.0).tolist()
             if slot["scheduled"] != number:
                 slot["scheduled"], ends[:] = number, 0.0
-            if isinstance(schedule, Ring):
+            if isinstance(schedule, RingSchedule):
                 if not ends[0, 0]:
                     ends[0, 0] = self._pass_ring(schedule, members, max(issued))
                 return float(ends[0, 0])
@@ -188,7 +188,7 @@ class Ledger:
             own_edges = [edge for edge in schedule if rank in (edge.sender, edge.receiver)]
             return max((self._end_for(rank, edge, call) for edge in own_edges), default=0.0)
 
-    def _pass_ring(self, ring: Ring, members: tuple[int, ...], ready: float) -> float:
+    def _pass_ring(self, ring: RingSchedule, members: tuple[int, ...], ready: float) -> float:
         """When it ends: when its slowest link is through."""
         pairs = list(zip(members, members[1:] + members[:1], strict=True))
         ends = [self._occupy(*pair, ring.nbytes, ready) for pair in pairs]

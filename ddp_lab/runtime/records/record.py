@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import gather_objects
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.profiling.memory import COMPONENTS, limit_bytes, peak_rss_bytes
 from ddp_lab.strategy.account import ModelSize
@@ -57,9 +58,7 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
         "peak_rss_bytes": peak_rss_bytes(),
         "limit_bytes": limit_bytes(strategy.device),
     }
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, own_row)
-    return rows
+    return gather_objects(own_row)
 
 
 def timed_steps(result: TrainingResult, earlier: int, settling: int) -> list[int]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from ddp_lab.collectives.calls import Call
 from ddp_lab.machine import device_name, package_versions
@@ -30,6 +29,7 @@ from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import Ranks, backend_class
 from ddp_lab.runtime.errors import AgreedError, SequenceError, UserError, tell_torchrun
+from ddp_lab.runtime.groups import gather_objects
 from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import Mesh
@@ -128,15 +128,11 @@ class RunSoFar:
         own_row: dict[str, Any] = {"rank": ranks.rank} | {name: statistics[f"own_{name}"] for name in names}
         own_row |= waits(result, timed, ranks.device.type == "cuda")
         came = {} if self._begun.strategy.is_in_pipeline else arrivals(result, timed, self.latest_collectives())
-        all_rows: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(all_rows, (own_row, socket.gethostname(), came))
-        rows, hosts, calls = zip(*all_rows, strict=True)
+        rows, hosts, calls = zip(*gather_objects((own_row, socket.gethostname(), came)), strict=True)
         self.throughput = [row | {"late_s": late_s} for row, late_s in zip(rows, lateness(calls, hosts), strict=True)]
         self._traffic = self._expected_traffic()
         if self._begun.strategy.is_in_pipeline:
-            stages: list[list[Collective]] = [[]] * ranks.world_size
-            dist.all_gather_object(stages, self._traffic)
-            self._traffic = list(chain.from_iterable(stages))
+            self._traffic = list(chain.from_iterable(gather_objects(self._traffic)))
 
     @property
     def step(self) -> int | None:

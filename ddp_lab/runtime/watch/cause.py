@@ -100,6 +100,7 @@ def find_mismatch(
 
 def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames = NUMBERS) -> Ending:
     """What ended the run. `out_of_memory`: since it began, the kernel has killed a process because memory ran out."""
+    # a rank that NCCL's watchdog aborts counts as waiting
     aborted = [rank for rank, report in reports.items() if _aborted_by_nccl(report)]
     waited = ExitReason.now("timeout", "NCCL aborted it")
     reports = {
@@ -111,6 +112,7 @@ def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames 
         """Ranks that ended for such a reason, the earliest first."""
         return sorted((r for r, reason in reasons.items() if reason.kind in kinds), key=lambda r: reasons[r].time_s)
 
+    # a rank that failed or vanished by itself
     states = {rank: report.state for rank, report in reports.items()}
     mismatch = find_mismatch(states, names, waiting=[rank for rank in states if not reports[rank].is_gone])
     gone = [rank for rank, report in reports.items() if report.is_gone and rank not in reasons]
@@ -123,6 +125,7 @@ def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames 
         return _killed(reports, gone, out_of_memory, names)
     if signalled and not aborted:  # torchrun tells the others to stop
         return _interrupted(reports, signalled, names)
+    # ranks whose collectives timed out or broke
     if timed_out := ranks_with("timeout"):
         ending = _hung(reports, timed_out, names)
         by_nccl = f"; NCCL aborted rank {names(*aborted)}" if aborted else ""
@@ -199,6 +202,7 @@ def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Endin
     states = {rank: report.state for rank, report in reports.items()}
     issued = {rank: state.entries for rank, state in states.items()}
     waiting = min(timed_out, key=lambda rank: states[rank].waits_since_s)
+    # from who waits to who is missing, until that one does not wait itself
     stopped = [rank for rank in reports if rank not in timed_out and reports[rank].is_stopped]
     for _ in reports:
         awaited = states[waiting].awaited
@@ -217,6 +221,7 @@ def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Endin
         if stopped or on_device or idle or not missing:
             break
         waiting = missing[0]
+    # the message
     missing = stopped or on_device or idle or missing
     waiting = next((rank for rank in timed_out if rank not in missing), waiting)
     state = states[waiting]

@@ -162,7 +162,7 @@ class Slot(Structure):
     )
 
 
-class Page(Structure):
+class FlightPage(Structure):
     """The whole file; what Python writes of a crash follows it. `count`: how many collectives the owner has issued.
     `waiting`, `stalled`: the number of the one that its training thread waits for, and of the one that its device does
     not get past; -1 for none. `is_finished`: it has completed its run. Others are as in `RankState`."""
@@ -182,7 +182,7 @@ class Page(Structure):
     )
 
 
-CRASH_OFFSET = sizeof(Page)
+CRASH_OFFSET = sizeof(FlightPage)
 
 
 class FlightRecorder:
@@ -191,7 +191,7 @@ class FlightRecorder:
     def __init__(self, descriptor: int, path: Path) -> None:
         self.path = path
         self._descriptor = descriptor
-        self.page = Page.from_buffer(mmap.mmap(descriptor, CRASH_OFFSET))
+        self.page = FlightPage.from_buffer(mmap.mmap(descriptor, CRASH_OFFSET))
 
     @classmethod
     def create(cls, rank: int) -> "FlightRecorder":

@@ -34,7 +34,7 @@ from ddp_lab.collectives.calls import COMPLETED, ISSUED
 from ddp_lab.collectives.kinds import ENDS, UNEVEN, kind_of
 from ddp_lab.collectives.ranks import Ranks, group_name
 from ddp_lab.runtime.errors import SequenceError
-from ddp_lab.runtime.groups import description
+from ddp_lab.runtime.groups import description, gather_objects
 from ddp_lab.runtime.link.delivery import PacedWork
 from ddp_lab.runtime.watch.cause import ADVICE, NUMBERS, RankNames, find_mismatch
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
@@ -111,11 +111,10 @@ class CollectiveRecorder:
 
     def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup) -> SequenceError | None:
         """See `gradient_watch.agree_on_sequence`."""
-        everyone: list[Any] = [None] * dist.get_world_size(among)
-        dist.all_gather_object(everyone, self._flight.state(), group=among)
+        states = gather_objects(self._flight.state(), among)
         self._digests.update(dict.fromkeys(self._alike(group), 0))  # on all its ranks alike
         members = dist.get_process_group_ranks(among)
-        mismatch = find_mismatch(dict(zip(members, everyone, strict=True)), self._names)
+        mismatch = find_mismatch(dict(zip(members, states, strict=True)), self._names)
         if mismatch is None:
             return None
         error = SequenceError(f"step {current_step()}: {mismatch.text}; {ADVICE}; no parameter is updated yet")

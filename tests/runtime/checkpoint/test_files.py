@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -41,6 +40,7 @@ from ddp_lab.runtime.checkpoint.origin import complete, find_origin, newest_comp
 from ddp_lab.runtime.checkpoint.saver import Saver
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import gather_objects
 from ddp_lab.strategy.account import cover, share
 from tests.checkpoints import here
 from tests.damage import DAMAGE, damaged_bytes
@@ -255,8 +255,7 @@ def save_with_a_late_rank(folder: Path) -> int:
             saver.save(tensors, {}, manifest(step))
             return count()
 
-    operations: list[Any] = [None, None]
-    dist.all_gather_object(operations, save(1, late=0))
+    operations = gather_objects(save(1, late=0))
     delays = [(late, operation) for late in (0, 1) for operation in range(1, operations[late] + 1)]
     for step, (late, operation) in enumerate(delays, start=2):
         save(step, operation if rank == late else 0)

@@ -71,16 +71,13 @@ def test_any_part_is_put_together_from_any_others(stored, held_cut, data):
 
 
 def test_parts_that_lack_something_are_refused():
-    assert BLOCKS.then
-    whole, ranges = torch.arange(60.0).view(SHAPE), BLOCKS.then.ranges
-    twice = replace(BLOCKS, then=replace(BLOCKS.then, ranges=(*ranges[:3], ((0, 5),))))
+    def blocks(*then):
+        return replace(BLOCKS, then=replace(BLOCKS.then, ranges=then))
+
+    whole, (first, second, *_) = torch.arange(60.0).view(SHAPE), BLOCKS.then.ranges
+    twice, lacking = blocks(first, second, first, ((0, 5),)), blocks(first, second, first, first)
     assert torch.equal(read_whole(Files(whole, twice), "parameter/weight", SHAPE, twice), whole)
-    lacking = replace(BLOCKS, then=replace(BLOCKS.then, ranges=(*ranges[:3], ranges[0])))
-    for stored, cut in (
-        (lacking, lacking),
-        (BLOCKS, replace(BLOCKS, then=replace(BLOCKS.then, ranges=ranges[:3]))),
-        (HALVES, replace(HALVES, ranges=HALVES.ranges[:1])),
-        (HALVES, replace(HALVES, dim=2)),
-    ):
+    short, elsewhere = blocks(first, second, first), replace(HALVES, dim=2)
+    for stored, cut in ((lacking, lacking), (BLOCKS, short), (HALVES, elsewhere)):
         with pytest.raises(UserError, match="is cut wrongly there"):
             read_whole(Files(whole, stored), "parameter/weight", SHAPE, cut)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.runtime.groups import host_barrier
+from ddp_lab.runtime.groups import gather_objects, host_barrier
 from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.ledger import SLOTS
 from ddp_lab.runtime.link.speed import Link
@@ -129,9 +129,7 @@ def sub_groups() -> tuple[list[float], bool]:
             dist.all_reduce(torch.ones(ELEMENTS), group=group)
             times.append(time.monotonic() - begin)
         is_member = isinstance(of_third, dist.ProcessGroup)
-        gathered: list[Any] = [None] * 3
-        dist.all_gather_object(gathered, dist.get_rank())
-        assert gathered == [0, 1, 2]
+        assert gather_objects(dist.get_rank()) == [0, 1, 2]
         for group in filter(lambda group: isinstance(group, dist.ProcessGroup), (of_two, of_third)):
             dist.destroy_process_group(group)  # or later traces would list groups of different ranks
     dist.barrier()  # as before

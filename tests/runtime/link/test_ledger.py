@@ -102,7 +102,7 @@ def test_no_link_carries_more_than_its_rate(size, payloads, data):
         links.issue(number, at=[at + data.draw(st.floats(0, 1)) for _ in range(size)])
         order = data.draw(st.permutations(range(size)))
         latest = max(latest, *links.ends(number, messages, order))
-        if isinstance(messages, ledger.Ring):
+        if isinstance(messages, ledger.RingSchedule):
             sent = [nbytes + messages.nbytes for nbytes in sent]
         else:
             for edge in messages:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ddp_lab.planner.costs.links import volume
 from ddp_lab.runtime.link import ledger
-from ddp_lab.runtime.link.ledger import Ring
+from ddp_lab.runtime.link.ledger import RingSchedule
 from tests.tables import each_row
 
 sizes = st.integers(2, 9)
@@ -29,4 +29,4 @@ def test_rings_carry_what_the_planner_expects(size):
     assert reduce.nbytes == pytest.approx(volume("all_reduce", "gloo", size).busiest * nbytes)
     assert gather.nbytes == pytest.approx(volume("all_gather", "gloo", size).busiest * nbytes)
     assert (reduce.hops, gather.hops) == (2 * (size - 1), size - 1)
-    assert ledger.barrier(size) == Ring(0, volume("barrier", "gloo", size).hops)
+    assert ledger.barrier(size) == RingSchedule(0, volume("barrier", "gloo", size).hops)
