@@ -181,10 +181,8 @@ class Watcher:
 
 
 class Peers:
-    """Finds the other ranks when it is created. Collective.
-
-    Every access to the store may fail, because its node may be gone. Then ranks do without it.
-    """
+    """Finds the other ranks when it is created. Collective. Every access to the store may fail, because its node may be
+    gone; then ranks do without it."""
 
     def __init__(self, flight: FlightRecorder, rank: int, world_size: int) -> None:
         self._rank, self._flight = rank, flight
