@@ -8,8 +8,9 @@ The shares are those of the global batch: each rank counts, and one small all-re
 With several micro-batches a step, the first backward pass needs the counts of the last forward pass. So all forward
 passes run once more before, without a graph, to count: a step of 3 units of compute takes 4.
 
-Shares have no gradient. Scores have, on their own rank: the mean over the global batch is a mean over ranks, as that of
-the loss is. So the term is the same for any number of ranks.
+Shares have no gradient. Scores have, on their own rank: the mean over the tokens of the global batch is a sum of what
+each micro-batch adds. A loss is weighted by its targets, which are not as many as tokens, so the term is divided
+by that weight before. So it is the same for any number of ranks and micro-batches, however uneven.
 
 Backward adds the term's gradient at the scores of each router. By then the shares and the loss's gradient are known. So
 this also works where a block runs under activation checkpointing, without a graph.
@@ -90,8 +91,7 @@ class Balance:
 
     Attributes:
         biases: For each layer, (experts,), where there are some.
-        counts: This forward pass is of a micro-batch of this rank. Otherwise it runs only so that the rank takes part,
-            and its tokens are not counted.
+        weight: See `ddp_lab.strategy.model_parallel.Balance`. None in a loop of the caller's own.
     """
 
     def __init__(self, coefficient: float, bias_rate: float, group: dist.ProcessGroup) -> None:
@@ -127,7 +127,8 @@ class Balance:
         return load
 
     def end_step(self) -> None:
-        self.counts, self._total, self._ahead, self._local = True, None, None, None
+        self._total, self._ahead, self._local = None, None, None
+        self.weight: float | None = None
 
     def _summed(self, local: Tensor) -> Tensor:
         dist.all_reduce(local, group=self._group)
@@ -158,7 +159,7 @@ class Balance:
         if not model.training or getattr(output, "loss", None) is None:
             return
         self._layers = len(current.load)
-        local = torch.cat([*current.load.values(), torch.as_tensor(current.rows).double().view(1)]) * self.counts
+        local = torch.cat([*current.load.values(), torch.as_tensor(current.rows).double().view(1)]) * (self.weight != 0)
         if self._ahead is not None:
             self._ahead.append(local)
             return
@@ -167,6 +168,7 @@ class Balance:
             return
         total = self._latest = self._summed(local) if self._total is None else self._total
         shares = (total[:-1].view(self._layers, -1).sum(0) / total[-1]).float()
-        slope = self._coefficient * len(shares) * shares / current.rows
+        rows = total[-1].float() * self.weight if self.weight else current.rows
+        slope = self._coefficient * len(shares) * shares / rows
         with torch.enable_grad():
             output.loss = WithTerm.apply(output.loss, (slope * current.scores).sum(), slope, current)

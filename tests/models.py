@@ -385,7 +385,7 @@ MIXTURE = {
 
 
 def mixtral_lm(term: bool = True) -> nn.Module:
-    """Eight experts a layer, of which each token gets two."""
+    """Eight experts a layer, of which each token gets two. Without `term`, nothing makes their load even."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(
@@ -464,9 +464,6 @@ LANGUAGE = {
     "lm, gpt2": gpt2_lm,
 }
 """Language models; of grouped keys and values, ranks may have to share heads."""
-EXPERTS = {"lm, mixtral": mixtral_lm, "lm, mixtral, no term": partial(mixtral_lm, term=False), "lm, qwen": qwen_moe_lm}
-EXPERTS["lm, qwen3"] = qwen3_moe_lm
-"""Mixtures of experts; "no term": nothing in the loss makes their load even."""
 LORA = "llama, lora"
 WITH_STATISTICS = ("normed", "awkward", "deep, normed")
 """Of a rank's own samples: no one process has the same, and ranks differ."""
@@ -480,7 +477,11 @@ def build(name: str, seed: int = 0) -> nn.Module:
         **MODELS,
         **UNUSUAL,
         **LANGUAGE,
-        **EXPERTS,
+        "lm, mixtral": mixtral_lm,
+        "lm, mixtral, masked": mixtral_lm,
+        "lm, mixtral, no term": partial(mixtral_lm, term=False),
+        "lm, qwen": qwen_moe_lm,
+        "lm, qwen3": qwen3_moe_lm,
         "lm, even": partial(llama_lm, 12, features=32),
         "lm, even, six": partial(llama_lm, 12, features=32),
         "lm, even, tied": partial(llama_lm, 2, True, 32),

@@ -298,7 +298,8 @@ def oracle(case: Case) -> dict[str, Any]:
         result["grad_norm"].append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
         if index == 0:
             result["gradients"] = {name: gradient.clone() for name, gradient in gradients.items()}
-            result["load"] = [of_layer.flatten().bincount().tolist() for of_layer in seen] or None
+            is_token = samples["attention_mask"].flatten() > 0 if case.model.endswith("masked") else slice(None)
+            result["load"] = [chosen[is_token].flatten().bincount().tolist() for chosen in seen] or None
         if case.clip is not None:
             result["norm"].append(torch.nn.utils.clip_grad_norm_(trained, case.clip).item())
         before = scaler.get_scale()

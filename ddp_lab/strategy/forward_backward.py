@@ -83,7 +83,7 @@ class ForwardBackward(Loop):
         for index, (batch, terms) in enumerate(self._filled(micro_batches, global_batch.rounds)):
             weight = terms / global_batch.weight
             if self._balance is not None:
-                self._balance.counts = index < len(micro_batches)
+                self._balance.weight = weight
             with self._round(is_last=index + 1 == global_batch.rounds):
                 loss = self.forward(**batch).loss
                 with phase("backward"):
@@ -109,8 +109,8 @@ class ForwardBackward(Loop):
         devices = [self._strategy.device] if self._strategy.device.type == "cuda" else []
         self.is_ahead = True
         with torch.random.fork_rng(devices), balance.ahead():
-            for index, (batch, _) in enumerate(self._filled(micro_batches, passes)[:passes]):
-                balance.counts = index < len(micro_batches)
+            for batch, weight in self._filled(micro_batches, passes):
+                balance.weight = weight
                 self.forward(**batch)
         self.is_ahead = False
 

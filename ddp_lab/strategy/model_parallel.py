@@ -120,10 +120,11 @@ class Balance(Protocol):
     """What knows how many tokens each expert gets (`expert_parallel`).
 
     Attributes:
-        counts: The next forward pass is of samples of this rank. Otherwise it only takes part.
+        weight: By which the loss of the next forward pass is multiplied, 1 for those of the global batch together. 0:
+            it is of no samples of this rank, and only takes part.
     """
 
-    counts: bool
+    weight: float | None
 
     def passes_ahead(self, micro_batches: int) -> int:
         """How many forward passes of a step of so many must run, within `ahead`, before its first micro-batch."""

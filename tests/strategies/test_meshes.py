@@ -141,7 +141,7 @@ PARTS = [
 MIXTURES = [
     experts("simple_ddp", "ep=2", "lm, qwen", "one each"),
     experts("tp", "dp=2,ep=2", "lm, mixtral", bucket_cap_mb=0.01),
-    experts("zero1", "ep=4", "lm, mixtral"),
+    experts("zero1", "ep=4", "lm, mixtral, masked"),
     experts("zero3", "dp=2,ep=2", "lm, mixtral, no term", **AGAIN),
     experts("zero2", "ep=2,tp=2", "lm, mixtral", activation_checkpointing="selective"),
     experts("zero3", "ep=2,tp=2", "lm, qwen3", "one each"),
