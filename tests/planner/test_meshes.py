@@ -115,6 +115,25 @@ def test_what_cannot_fit_is_left_out(layers, left_out):
     assert len(kept) == 2 - bool(left_out) and search.left_out.get("states", "").startswith(left_out)
 
 
+@each_row(("choice", "micro_batches"), [("zero1", 4), ("simple_ddp", 1)])
+def test_pipelines_are_left_out_where_less_than_their_bound_can_be_used(choice, micro_batches):
+    """The bound, from what a mesh without them took, is not above what they hold."""
+    few = replace(case(batch=16, grad_accum_steps=micro_batches, precision="bf16"), sequence_length=1024)
+    few = replace(few, model=replace(models.from_sizes(512, 1024, 2, 1, 1, 2000), task="causal-lm"))
+    space = Space(on_all_meshes(few, PLAIN)[0], (choice,), any_mesh=True)
+    flat, pipeline = space.roots()
+    search = Search(space)
+    search.learn(outcome(flat))
+    peak, least = outcome(pipeline).peak_bytes, search.least_peak(pipeline)
+    assert 0.4 * peak < least <= peak
+    for usable, is_needless in ((peak, False), (least - 1, True)):
+        device = replace(few.cluster.device, memory_bytes=int(usable + pipeline.outside_bytes))
+        smaller = replace(pipeline, cluster=replace(few.cluster, device=device))
+        assert search.is_needless(smaller, 0.0) is is_needless
+    search.leave_out(smaller, 0.0)
+    assert search.left_out["room"].startswith(f"{choice}@pp2: states and activations are at least")
+
+
 def test_plan_of_all_meshes(tmp_path):
     """Larger parts of the model are on each rank of dp=4 than of tp=4, and the table and the reasons name meshes."""
     files = ["--csv", str(tmp_path / "plan.csv"), "--jobs", "1"]
