@@ -9,7 +9,7 @@ around the parts, `composed reduce_scatter of 2 scatters` (`composed` in `ddp_la
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -125,14 +125,15 @@ def _sizes(call: Any, ranks: int, world_size: int) -> tuple[float, tuple[int, ..
 def _spans(events: pd.DataFrame, calls: pd.DataFrame) -> tuple[dict[Any, list[Any]], dict[str, set[str]]]:
     """The spans by kind and elements, in order of start; and the groups of which each Gloo thread may be.
 
-    A group has threads of its own. So a thread is of a group that issues everything that the thread ran.
+    A group has threads of its own. So a thread is of a group that issues everything that the thread ran, and not of one
+    whose calls of some kind and size all have spans on threads that can be of no other.
     """
     everything = set(calls["group"])
-    issuing: dict[Any, set[str]] = defaultdict(set)
+    issuing: dict[Any, Counter[str]] = defaultdict(Counter)
     issued: list[Any] = list(calls.itertuples())
     for call in issued:
         for size in call.spans:
-            issuing[_on_gloo(call.kind), size].add(call.group)
+            issuing[_on_gloo(call.kind), size][call.group] += 1
     waiting: dict[Any, list[Any]] = defaultdict(list)
     groups: dict[str, set[str]] = {}
     spans: list[Any] = list(events[events["name"].str.startswith(GLOO)].itertuples())
@@ -142,7 +143,14 @@ def _spans(events: pd.DataFrame, calls: pd.DataFrame) -> tuple[dict[Any, list[An
         key = _on_gloo(kind_of(str(span.name))), size
         waiting[key].append(span)
         of_thread = groups.setdefault(str(span.thread), everything)
-        groups[str(span.thread)] = of_thread & issuing.get(key, everything) or of_thread
+        groups[str(span.thread)] = of_thread & set(issuing[key] or everything) or of_thread
+    for key, spans_alike in waiting.items():
+        candidates = [groups[span.thread] for span in spans_alike]
+        certain = Counter(next(iter(names)) for names in candidates if len(names) == 1)
+        complete = {group for group, count in issuing[key].items() if certain[group] >= count}
+        for span, names in zip(spans_alike, candidates, strict=True):
+            if len(names) > 1:
+                groups[span.thread] = names - complete or names
     return waiting, groups
 
 

@@ -137,3 +137,20 @@ def test_a_span_from_before_the_window_goes_to_no_later_call():
     ]
     seen = gloo_collectives(parsed(*events).events, world_size=2)[0]
     assert seen[["start", "end", "bytes"]].to_numpy().tolist() == [[22, 26, 40]]
+
+
+def test_a_call_is_not_of_the_thread_of_another_group():
+    """Both groups reduce as many elements. The thread of dp starts last, and its all-gather tells whose it is."""
+    events, data, tensor = [], "in ranks 0,2, dp", "in ranks 0,1, tp"
+    for start, operator, kind, group in (
+        (0, "_allgather_base_", "all_gather", data),
+        (10, "allreduce_", "all_reduce", data),
+        (20, "allreduce_", "all_reduce", tensor),
+    ):
+        events.append(event("cpu_op", f"c10d::{operator}", start, 5, **{"Input Dims": [[5], [5], [], [], []]}))
+        events.append(event("user_annotation", f"issued {kind} #1 of 5 float32 {group}", start + 1, 1))
+    for start, kind, thread in ((6, "all_gather", 2), (30, "all_reduce", 3), (40, "all_reduce", 2)):
+        shape = {"Input Dims": [[5]], "Input type": ["float"]}
+        events.append(event("user_annotation", f"gloo:{kind}", start, 4, thread, **shape))
+    seen = gloo_collectives(parsed(*sorted(events, key=lambda each: each["ts"])).events, world_size=4)[0]
+    assert seen["start"].tolist() == [6, 40, 30]
