@@ -147,4 +147,4 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[Any]:
 
     pool = RankPool(*(pytestconfig.getoption(name) for name in ("device", "backend", "share_gpu")))
     yield pool
-    pool.close()
+    pool.end()

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import _forkserver
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -125,6 +126,12 @@ class RankPool:
         """End the groups of these sizes; of all, if none is given."""
         for world_size in set(sizes or self._groups) & self._groups.keys():
             self._stop(world_size)
+
+    def end(self) -> None:
+        """End all groups, and wait for the server of which they were forked: it would outlive this process by a second.
+        Python has no public call for that."""
+        self.close()
+        _forkserver._stop()  # type: ignore[attr-defined]
 
     def _start(self, world_size: int) -> list[tuple[Any, Connection]]:
         attempt, workers = next(self._group_ids), []
