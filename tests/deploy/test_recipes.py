@@ -36,19 +36,15 @@ def test_commands_in_the_docs():
                 assert config.share_gpu and config.micro_batch_size(int(torchrun.nproc_per_node)) == 2
 
 
-def containers():
-    pods = [replica["template"]["spec"] for replica in JOB["spec"]["pytorchReplicaSpecs"].values()]
-    return [container for pod in pods for container in pod["containers"]]
-
-
 def test_the_job_starts_torchrun_on_every_node(monkeypatch):
     """With the variables that the operator sets (v1.9.0: pkg/controller.v1/pytorch/envvar.go and master.go)."""
-    replicas = [replica["replicas"] for replica in JOB["spec"]["pytorchReplicaSpecs"].values()]
+    replicas = JOB["spec"]["pytorchReplicaSpecs"].values()
+    nodes = sum(replica["replicas"] for replica in replicas)
     per_node = int(JOB["spec"]["nprocPerNode"])
-    operator = {"NNODES": sum(replicas), "NPROC_PER_NODE": per_node, "MASTER_ADDR": "m", "MASTER_PORT": 23456}
+    operator = {"NNODES": nodes, "NPROC_PER_NODE": per_node, "MASTER_ADDR": "m", "MASTER_PORT": 23456}
     for name, value in {**operator, "NODE_RANK": 1}.items():
         monkeypatch.setenv(f"PET_{name}", str(value))
-    for container in containers():
+    for container in (container for replica in replicas for container in replica["template"]["spec"]["containers"]):
         assert container["command"][0] == "torchrun" and container["name"] == "pytorch"
         assert container["resources"]["limits"]["nvidia.com/gpu"] == per_node
         torchrun = parse_args(container["command"][1:] + container["args"])
@@ -56,7 +52,7 @@ def test_the_job_starts_torchrun_on_every_node(monkeypatch):
         assert (launch.min_nodes, launch.nproc_per_node, launch.rdzv_endpoint) == (2, 8, "m:23456")
         assert launch.rdzv_backend == "static" and launch.rdzv_configs["rank"] == 1
         config = trained(torchrun)
-        assert config.micro_batch_size(sum(replicas) * per_node) == 2
+        assert config.micro_batch_size(nodes * per_node) == 2
         assert config.output_dir in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 

@@ -134,6 +134,13 @@ def test_pipelines_are_left_out_where_less_than_their_bound_can_be_used(choice, 
     assert search.left_out["room"].startswith(f"{choice}@pp2: states and activations are at least")
 
 
+def test_zero1_moves_gradients_of_a_pipeline_into_buckets_as_they_come():
+    """Parameters and gradients of 2 bytes: no sum of all gradients is beside that of the fp32 bucket."""
+    few = case("4xL4", batch=16, choice="zero1", mesh="dp=2,pp=2", grad_accum_steps=4, param_dtype="bf16")
+    model = replace(models.from_sizes(2048, 8192, 4, 4, 4, 1000), task="causal-lm")
+    assert outcome(replace(few, model=model)).simulated.memory.at_peak["gradients"] < 5 * model.elements() / 2
+
+
 def test_plan_of_all_meshes(tmp_path):
     """Larger parts of the model are on each rank of dp=4 than of tp=4, and the table and the reasons name meshes."""
     files = ["--csv", str(tmp_path / "plan.csv"), "--jobs", "1"]

@@ -135,12 +135,6 @@ def test_batches_fit_any_number_of_ranks(size, tmp_path):
             assert config.train_samples and planned_steps(config, config.train_samples)[1] == config.max_steps
 
 
-def pools_that_answer(answer):
-    """`answer(*args)` stands for what a rank finds."""
-    pool = SimpleNamespace(run=lambda size, function, *args, **_: [answer(*args)], close=lambda: None)
-    return lambda backend: pool
-
-
 def holds(test, *args):
     try:
         test(*args)
@@ -151,36 +145,35 @@ def holds(test, *args):
 
 NONE = {"zero1": {}, "pytorch_ddp": {"ddp.py:3": 4}}
 SEEN = {test_device.PLANTED: {"ranks.py:9": 8}}
+RACE = {"zero1": "CUDASanitizerErrors: CSAN detected"}
 
 
 @each_row(
-    ("found", "planted", "says"),
+    ("test", "without", "planted", "says"),
     [
-        (NONE, SEEN, ""),
-        (NONE, {test_device.PLANTED: {}}, "the wait that was planted is not seen"),
-        (NONE, {test_device.PLANTED: "ValueError: planted"}, "the wait that was planted is not seen: ValueError"),
-        ({"zero1": {"zero1.py:9": 8}}, SEEN, f"zero1: 8 in {COUNTED} steps zero1.py:9"),
-        ({"pytorch_ddp": "ValueError: planted"}, SEEN, "pytorch_ddp: ValueError: planted"),
+        (test_device.test_waits, NONE, SEEN, ""),
+        (test_device.test_waits, NONE, {test_device.PLANTED: {}}, "the wait that was planted is not seen"),
+        (
+            test_device.test_waits,
+            NONE,
+            {test_device.PLANTED: "ValueError: planted"},
+            "the wait that was planted is not seen: ValueError",
+        ),
+        (test_device.test_waits, {"zero1": {"zero1.py:9": 8}}, SEEN, f"zero1: 8 in {COUNTED} steps zero1.py:9"),
+        (test_device.test_waits, {"pytorch_ddp": "ValueError: planted"}, SEEN, "pytorch_ddp: ValueError: planted"),
+        (test_device.test_sanitizer, {"zero1": 1.0}, RACE, ""),
+        (test_device.test_sanitizer, {"zero1": 1.0}, {"zero1": 1.0}, "the race that was planted is not reported"),
+        (test_device.test_sanitizer, RACE, RACE, "zero1: CUDASanitizerErrors"),
     ],
 )
-def test_waits_are_judged(found, planted, says, tmp_path):
-    pools = pools_that_answer(lambda names, size, is_planted=False: planted if is_planted else found)
-    said = holds(test_device.test_waits, place(tmp_path, has_gpus=True), pools)
-    assert says in said and bool(says) == bool(said)
-
-
-@each_row(
-    ("in_steps", "in_race", "says"),
-    [
-        (1.0, "CUDASanitizerErrors: CSAN detected", ""),
-        (1.0, 1.0, "the race that was planted is not reported"),
-        ("CUDASanitizerErrors: CSAN detected", "CSAN detected", "zero1: CUDASanitizerErrors"),
-    ],
-)
-def test_the_sanitizer_must_find_the_planted_race_alone(in_steps, in_race, says, tmp_path):
-    pools = pools_that_answer(lambda names, size, is_racing: {"zero1": in_race if is_racing else in_steps})
-    said = holds(test_device.test_sanitizer, place(tmp_path, has_gpus=True), pools)
-    assert says in said and bool(says) == bool(said)
+def test_what_is_planted_alone_is_seen(test, without, planted, says, tmp_path):
+    """`pool` stands for ranks on GPUs."""
+    pool = SimpleNamespace(
+        run=lambda size, function, names, count, is_planted=False, **_: [planted if is_planted else without],
+        close=lambda: None,
+    )
+    problem = holds(test, place(tmp_path, has_gpus=True), lambda backend: pool)
+    assert says in problem and bool(says) == bool(problem)
 
 
 def check_row(unit, result):

@@ -41,7 +41,6 @@ class Sweep:
     """`ddp-lab sweep ddp 2` in `folder`, in this process; or of another family, on other ranks.
 
     Attributes:
-        passes: How many.
         asked: The arguments of each run that it starts; of several passes, those of the last.
         ignored: The signals that it takes no more when it ends.
     """
@@ -49,7 +48,6 @@ class Sweep:
     def __init__(self, folder):
         self.folder = folder
         self.of = ["ddp", "2"]
-        self.passes = 1
         self.asked = {}
         self.report_problem = None
 
@@ -71,7 +69,7 @@ class Sweep:
             return self.folder / "compare.html"
 
         out, error = io.StringIO(), io.StringIO()
-        command = [*self.of, "--passes", str(self.passes), "--output-dir", str(self.folder), *arguments]
+        command = [*self.of, "--passes", "1", "--output-dir", str(self.folder), *arguments]
         with (
             mock.patch.object(passes, "start_ranks", started),
             mock.patch("ddp_lab.analysis.comparison.choices.report_on_choices", reported),
@@ -94,9 +92,6 @@ class Sweep:
         content = {"choice": label.split("@")[0], "run_id": run_id, "ended": {"how": how}}
         content["sweep"] = json.loads(os.environ.pop(SWEEP_VARIABLE))
         write(self.folder / "profile" / label / f"{run_id}.run.json", content)
-
-    def checkpoints(self, choice):
-        return self.folder / "checkpoints" / choice
 
 
 @pytest.fixture
@@ -128,7 +123,7 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep, last):
 
 def test_passes_go_on_in_their_middle(sweep):
     """Each later one has an order of its own, the same again, and does without what is done once."""
-    sweep.passes, flags = 3, ["--checkpoint-every", "2", "--generate=3", "--lr", "0.1"]
+    flags = ["--passes", "3", "--checkpoint-every", "2", "--generate=3", "--lr", "0.1"]
     asked = []
 
     def train(choice, config):
@@ -185,7 +180,7 @@ def test_a_link_is_not_added_where_it_cannot_pace_a_mesh(sweep):
 def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep):
     sweep.run("--checkpoint-every", "2", train=stopped_in(CHOICES[1]))
     for choice in CHOICES[:2]:
-        (sweep.checkpoints(choice) / folder_name(2)).mkdir(parents=True)
+        (sweep.folder / "checkpoints" / choice / folder_name(2)).mkdir(parents=True)
     assert sweep.run("--checkpoint-every", "2", "--resume").returncode == 0
     assert [choice for choice, config in sweep.asked.items() if config.resume == "latest"] == [CHOICES[1]]
 

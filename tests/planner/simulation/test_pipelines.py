@@ -6,13 +6,9 @@ from functools import cache
 import pytest
 
 from ddp_lab.collectives.kinds import MESSAGE
-from ddp_lab.planner import models
 from ddp_lab.planner.contracts import CollectiveCost, Costs, OperatorCall, Simulated
-from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.simulation.meshed import pipeline_of
 from ddp_lab.planner.simulation.simulate import simulate
-from ddp_lab.planner.space import Case
-from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
@@ -127,13 +123,3 @@ def test_the_peak_is_that_of_the_largest_real_rank(ranks: RankPool, mesh, schedu
     of_stages = [real[rank] for rank in pipeline_of(one.config, 0)]
     assert step.memory.peak_bytes == pytest.approx(max(of_stages), rel=0.005)
     assert step.largest == of_stages.index(max(of_stages))
-
-
-def test_zero1_moves_gradients_of_a_pipeline_into_buckets_as_they_come():
-    """Parameters and gradients of 2 bytes: no sum of all gradients is beside that of the fp32 bucket."""
-    flags = {"global_batch_size": 16, "grad_accum_steps": 4, "param_dtype": "bf16"}
-    config = RunConfig.of(choice="zero1", mesh="dp=2,pp=2", **flags)
-    model = replace(models.from_sizes(2048, 8192, 4, heads=4, vocab=1000), task="causal-lm")
-    planned_case = Case(model, hardware.cluster("4xH100"), config, 64)
-    memory = simulate(planned_case.setting, planned_case.cluster, planned_case.costs).memory
-    assert memory.at_peak["gradients"] < 5 * model.elements() / 2
