@@ -94,21 +94,19 @@ class Balance:
         weight: See `ddp_lab.strategy.model_parallel.Balance`. None in a loop of the caller's own.
     """
 
+    weight: float | None
+    _ahead: list[Tensor] | None
+    _total: Tensor | None  # over all ranks and micro-batches of the step, if known ahead
+    _local: Tensor | None  # of this rank's micro-batches so far
+
     def __init__(self, coefficient: float, bias_rate: float, group: dist.ProcessGroup) -> None:
         self._coefficient, self._bias_rate, self._group = coefficient, bias_rate, group
         self.biases: list[Tensor] = []
-        self._ahead: list[Tensor] | None = None
-        self._total: Tensor | None = None  # over all ranks and micro-batches of the step, if known ahead
-        self._local: Tensor | None = None  # of this rank's micro-batches so far
         self.end_step()
-
-    @property
-    def has_term(self) -> bool:
-        return bool(self._coefficient)
 
     def passes_ahead(self, micro_batches: int) -> int:
         """Forward passes of a step before its first micro-batch: several micro-batches need the load of all first."""
-        return micro_batches if self.has_term and micro_batches > 1 else 0
+        return micro_batches if self._coefficient and micro_batches > 1 else 0
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
@@ -120,15 +118,14 @@ class Balance:
     def load(self) -> Tensor:
         """Of the step that has just run: for each layer, how many tokens of the global batch chose each expert,
         (layers, experts). Moves biases by it. Collective, unless the term has asked for it before."""
-        total = self._latest if self.has_term else self._summed(self._local)  # type: ignore[arg-type]
+        total = self._latest if self._coefficient else self._summed(self._local)  # type: ignore[arg-type]
         load = total[:-1].view(self._layers, -1)
         for bias, of_layer in zip(self.biases, load, strict=False):
             bias.add_((of_layer.mean() - of_layer).sign(), alpha=self._bias_rate)
         return load
 
     def end_step(self) -> None:
-        self._total, self._ahead, self._local = None, None, None
-        self.weight: float | None = None
+        self.weight = self._ahead = self._total = self._local = None
 
     def _summed(self, local: Tensor) -> Tensor:
         dist.all_reduce(local, group=self._group)
@@ -164,11 +161,11 @@ class Balance:
             self._ahead.append(local)
             return
         self._local = local if self._local is None else self._local + local
-        if not self.has_term:
+        if not self._coefficient:
             return
         total = self._latest = self._summed(local) if self._total is None else self._total
         shares = (total[:-1].view(self._layers, -1).sum(0) / total[-1]).float()
-        rows = total[-1].float() * self.weight if self.weight else current.rows
+        rows = total[-1] * self.weight if self.weight else current.rows
         slope = self._coefficient * len(shares) * shares / rows
         with torch.enable_grad():
             output.loss = WithTerm.apply(output.loss, (slope * current.scores).sum(), slope, current)

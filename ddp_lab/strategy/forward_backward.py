@@ -82,7 +82,7 @@ class ForwardBackward(Loop):
         """Forward and backward of each micro-batch before the next."""
         for index, (batch, terms) in enumerate(self._filled(micro_batches, global_batch.rounds)):
             weight = terms / global_batch.weight
-            if self._balance is not None:
+            if self._balance:
                 self._balance.weight = weight
             with self._round(is_last=index + 1 == global_batch.rounds):
                 loss = self.forward(**batch).loss

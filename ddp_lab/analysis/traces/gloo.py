@@ -140,17 +140,15 @@ def _spans(events: pd.DataFrame, calls: pd.DataFrame) -> tuple[dict[Any, list[An
     for span in spans:
         dims = span.args.get("Input Dims") if isinstance(span.args, dict) else None
         size = sum(sum(tensor_sizes(span.args, place)) for place in range(len(dims) if isinstance(dims, list) else 0))
-        key = _on_gloo(kind_of(str(span.name))), size
+        key = _on_gloo(kind_of(span.name)), size
         waiting[key].append(span)
-        of_thread = groups.setdefault(str(span.thread), everything)
-        groups[str(span.thread)] = of_thread & set(issuing[key] or everything) or of_thread
+        of_thread = groups.get(span.thread, everything)
+        groups[span.thread] = of_thread & set(issuing[key] or everything) or of_thread
     for key, spans_alike in waiting.items():
-        candidates = [groups[span.thread] for span in spans_alike]
-        certain = Counter(next(iter(names)) for names in candidates if len(names) == 1)
-        complete = {group for group, count in issuing[key].items() if certain[group] >= count}
-        for span, names in zip(spans_alike, candidates, strict=True):
-            if len(names) > 1:
-                groups[span.thread] = names - complete or names
+        certain = Counter(tuple(groups[span.thread]) for span in spans_alike)
+        complete = {group for group, count in issuing[key].items() if certain[group,] >= count}
+        for span in spans_alike:
+            groups[span.thread] = groups[span.thread] - complete or groups[span.thread]
     return waiting, groups
 
 
