@@ -110,7 +110,8 @@ class Runner:
         drop_gradients: Free them, as the next step would before its forward pass.
         state_bytes: Count the bytes that model states hold now.
         expected_state_bytes: The formula's bytes after a step, gradients not yet dropped; None of a loop by hand.
-        wire_bytes: Bytes that a rank sends in a step, by the formulas of its collectives; needs one step to have run.
+        wire_bytes: Bytes that a rank sends in a step, by the formulas of its collectives, or None if there are none;
+            needs one step to have run.
         settling_steps: How many first steps differ from later ones; at least one.
         notes: What the strategy says of its own decisions.
     """
@@ -143,13 +144,17 @@ def make_runner(config: RunConfig, ranks: Ranks) -> Runner:
         train(strategy, [step] * count)
         strategy.finish_parameter_synchronization()
 
+    def wire_bytes() -> float | None:
+        traffic = strategy.expected_traffic(config.grad_accum_steps)
+        return None if any(part.at_least for part in traffic) else sum(part.wire_bytes for part in traffic)
+
     return Runner(
         elements=elements,
         steps=steps,
         drop_gradients=strategy.zero_grad,
         state_bytes=lambda: sum(strategy.memory_breakdown().values()),
         expected_state_bytes=sum(strategy.expected_memory(model_size).values()),
-        wire_bytes=lambda: sum(each.wire_bytes for each in strategy.expected_traffic(config.grad_accum_steps)),
+        wire_bytes=wire_bytes,
         settling_steps=max(1, strategy.settling_steps),
         notes=strategy.notes,
     )

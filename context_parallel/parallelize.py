@@ -16,8 +16,6 @@ from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from pipeline_parallel.parallelize import parallelize_for as cut_model
-from tensor_parallel.plan import enclosing
-from tensor_parallel.traffic import Recomputed
 
 
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
@@ -30,14 +28,13 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     if not config.cuts_tokens:
         return cut_model(module, config, groups, device)
     require_known(module, config)
-    recomputed = Recomputed.of(module, config.strategy.activation_checkpointing)
     if config.cuts_layers or config.has_stages:
         parts = cut_model(module, config, groups, device)
     else:
         parts = ModelParallel(groups.model, groups.everyone, {}, groups.tensor)
     context = Context(groups.context, config.context_parallel)
     put_in(module, context)
-    traffic = Traffic(module, context, recomputed)
+    traffic = Traffic(len(attentions(module)), context)
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
     return replace(parts, context_size=context.ring.size, context_traffic=traffic, part_of_tokens=context.part)
 
@@ -78,29 +75,18 @@ def put_in(module: nn.Module, context: Context) -> None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step sends over `cp`. `recomputed`: which blocks run again in backward."""
+    """What a step sends over `cp`, in so many attentions."""
 
-    module: nn.Module
+    attentions: int
     context: Context
-    recomputed: Recomputed
 
     def __call__(self, micro_batches: int) -> list[Collective]:
-        names = attentions(self.module)
-        again = sum(enclosing(name, self.recomputed.blocks) is not None for name in names)
         size, (nbytes, elements), queries = self.context.ring.size, self.context.keys, self.context.queries
-        forward, backward = micro_batches * (len(names) + again), micro_batches * len(names)
+        passes = micro_batches * self.attentions
         if self.context.way == ULYSSES:
-            calls = forward + backward
-            return [Collective("all_to_all", 2 * calls, calls * (2 * queries + 2 * nbytes), size, "activations")]
-        exact = elements * max(4, nbytes // elements if elements else 4)
-        if self.context.way == PYTORCH:
-            gathers = Collective(
-                "all_gather", forward + backward, 2 * (forward + backward) * size * nbytes, size, "activations"
-            )
-            return [
-                gathers,
-                Collective("all_to_all", size * backward, 2 * size * backward * exact, size, "activations"),
-            ]
-        turns = (size - 1) * (forward + backward), (size - 1) * backward
-        payload = 2 * 2 * (turns[0] * nbytes + turns[1] * exact)  # keys and values, sent and received
-        return [Collective("send_recv", 2 * sum(turns), payload, size, "activations")]
+            return [Collective("all_to_all", 4 * passes, 4 * passes * (queries + nbytes), size, "activations")]
+        # keys and values go around in forward and backward, their gradients, in fp32 or wider, in backward
+        turns, exact = (size - 1) * passes, elements * max(4, nbytes // elements if elements else 4)
+        payload = 2 * 2 * turns * (2 * nbytes + exact)  # of keys and of values, sent and received
+        at_least = self.context.way == PYTORCH  # which gathers keys and values instead, and sends as many bytes
+        return [Collective("send_recv", 6 * turns, payload, size, "activations", at_least=at_least)]

@@ -149,8 +149,8 @@ class RunRecord(RunEnd, kw_only=True):
     """with `--compile`, the work of torch.compile on rank 0 until the record was written; else null
     ([compile.md](compile.md))"""
     expected_traffic: list[Traffic]
-    """the collectives that one rank issues in a full optimizer step, by the strategy's own formula; empty in a run
-    that ended in its first step"""
+    """the collectives that one rank issues in a full optimizer step, by the strategy's own formula, or a lower
+    bound (`at_least`); empty in a run that ended in its first step"""
     start_s: dict[str, float] = {}
     """seconds from the beginning of rank 0's process until its first step is done, by phase: `importing` libraries,
     `joining the ranks`, `reading data` (text becomes tokens), `building the model`, `preparing the strategy` (and

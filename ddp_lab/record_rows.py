@@ -61,6 +61,9 @@ class Traffic(Struct, kw_only=True):
     varies: bool = False
     """whether the bytes depend on the rank's samples, as for tokens sent to experts; `payload_bytes` is then the mean
     over ranks"""
+    at_least: bool = False
+    """whether this is no formula, but a lower bound of the bytes that a rank sends: PyTorch's and DeepSpeed's
+    originals, `--compress`, and cut models that recompute activations"""
     wire_bytes: Positive | None = None
     """bytes that a rank sends for them on average: `payload_bytes` x 2(N-1)/N for all-reduce, (N-1)/N for
     reduce-scatter, all-gather, all-to-all, broadcast and reduce, 1/2 for messages"""

@@ -4,7 +4,6 @@ Over `tp` attention, and MLPs around experts, are cut as those of Llama, and eac
 first matrix and the inputs of its second. All ranks of `tp` have whole routers and route alike.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from expert_parallel.experts import Experts
 from expert_parallel.router import Router
 from tensor_parallel.cuts import CutParameters, cut_evenly, cut_in_parts
 from tensor_parallel.parallelize import parallelize as cut_layers
-from tensor_parallel.plan import Column, Plan, Region, Row, Shared, Style, enclosing, llama, matches, read_plan
-from tensor_parallel.traffic import Place, Precision, Recomputed
+from tensor_parallel.plan import Column, Plan, Region, Row, Shared, Style, llama, matches, read_plan
+from tensor_parallel.traffic import Place, Precision
 from tensor_parallel.traffic import Traffic as TensorTraffic
 
 ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
@@ -55,18 +54,17 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     settings.output_router_logits = False  # the model's own term sees one rank
     balance = Balance(coefficient, config.router_bias or 0.0, groups.data)
     parameters = CutParameters(dist.get_rank(groups.experts))
-    recomputed = Recomputed.of(module, config.strategy.activation_checkpointing)
     parts, over_tensor, tensor = ModelParallel(groups.experts, groups.everyone, {}, groups.tensor), None, 1
     # other layers over tp
     if config.cuts_layers:
         tensor, options = groups.mesh.degree(TENSOR), config.strategy
         plan = read_plan(Path(config.plan)) if config.plan else plan_around(module, tensor)
-        precision, again = Precision.of(options.precision, options.param_dtype), options.activation_checkpointing
-        layers = cut_layers(module, plan, groups, device, precision=precision, activation_checkpointing=again)
+        precision = Precision.of(options.precision, options.param_dtype)
+        layers = cut_layers(module, plan, groups, device, precision=precision)
         assert isinstance(layers.traffic, TensorTraffic)
         parts, over_tensor = replace(layers, group=groups.experts), layers.traffic
     # experts and routers of each mixture
-    traffic = Traffic(mixtures, groups, balance, recomputed, over_tensor)
+    traffic = Traffic(len(mixtures), groups, balance, over_tensor)
     for layer, (name, mixture) in enumerate(mixtures.items()):
         experts, gate = mixture.experts, mixture.gate
         for weight_name, cut in within_each(
@@ -126,36 +124,29 @@ class Traffic:
     """What a step sends over `ep`, and over `tp`.
 
     Args:
-        names: Of the mixtures.
-        balance: Of the load of experts, which ranks tell each other. None: they do not.
-        recomputed: Which blocks run again in backward.
+        layers: How many have experts.
+        balance: Of the load of experts, which ranks tell each other.
         over_tensor: What the layers send over `tp`; None: nothing. The mixtures' f and g are put to it here.
     """
 
     def __init__(
         self,
-        names: Iterable[str],
+        layers: int,
         groups: MeshGroups,
-        balance: Balance | None,
-        recomputed: Recomputed,
+        balance: Balance,
         over_tensor: TensorTraffic | None = None,
     ) -> None:
         assert groups.expert is not None
-        self._names, self._group, self._balance, self._recomputed = list(names), groups.expert, balance, recomputed
+        self._layers, self._group, self._balance = layers, groups.expert, balance
         self._everyone = dist.get_world_size(groups.data)
         self._experts = self._row_bytes = self._weight_bytes = 0  # of the latest forward pass
         self._over_tensor = over_tensor
 
     def through(self, hidden: Tensor, chosen: Tensor, weights: Tensor, compute: Compute, experts: int) -> Tensor:
         """See `through_experts`."""
-        summed, nbytes = through_experts(hidden, chosen, weights, experts, compute, self._group)
-        self.saw(experts, nbytes, weights.nbytes)
+        self._experts, self._weight_bytes = experts, weights.nbytes
+        summed, self._row_bytes = through_experts(hidden, chosen, weights, experts, compute, self._group)
         return summed
-
-    def saw(self, experts: int, row_bytes: int, weight_bytes: int = 0) -> None:
-        """The latest forward pass: how many experts a layer has, the bytes of rows that this rank sent, there
-        and back, and of its tokens' weights."""
-        self._experts, self._row_bytes, self._weight_bytes = experts, row_bytes, weight_bytes
 
     def cuts_each(self, name: str, features: int) -> None:
         """The experts of a mixture are cut over `tp`, too: hidden states of so many features come and go."""
@@ -166,21 +157,17 @@ class Traffic:
     def __call__(self, micro_batches: int) -> list[Collective]:
         """Rows go there and back in forward and in backward; a rank sends those of its own tokens, and as many as it
         gets, which on average over ranks are as many."""
-        layers = len(self._names)
-        again = sum(enclosing(name, self._recomputed.blocks) is not None for name in self._names)
-        passes_ahead = self._balance.passes_ahead(micro_batches) if self._balance else 0
-        ahead, backward = layers * passes_ahead, layers * micro_batches
-        forward = ahead + backward + again * micro_batches
+        passes_ahead = self._balance.passes_ahead(micro_batches)
+        backward, forward = self._layers * micro_batches, self._layers * (passes_ahead + micro_batches)
+        load = 8 * (self._layers * self._experts + 1)
         size, counts = dist.get_world_size(self._group), 8 * self._experts * forward
+        over = EXPERT if 1 < size == self._everyone else DATA  # all that see different samples
         rows = self._row_bytes * (forward + backward)
         sent = [
             Collective("all_to_all", forward, counts, size, "bookkeeping", EXPERT),
             Collective("all_to_all", 2 * (forward + backward), rows, size, "activations", EXPERT, varies=True),
+            Collective("all_reduce", 1, load, self._everyone, "bookkeeping", over),
         ]
-        if self._balance is not None:
-            load = 8 * (layers * self._experts + 1)
-            over = EXPERT if 1 < size == self._everyone else DATA  # all that see different samples
-            sent.append(Collective("all_reduce", 1, load, self._everyone, "bookkeeping", over))
         if self._over_tensor is not None:
             weights = self._weight_bytes * backward
             sent.append(Collective("all_reduce", backward, weights, self._over_tensor.ranks.size, "activations"))

@@ -5,8 +5,7 @@ reduce-scattered) after the last micro-batch, and updated parameters all-gathere
 Stage 2 keeps 1/N of the gradients, and all-reduces at every micro-batch. Stage 3 also keeps 1/N of the parameters,
 except those of up to 100,000 elements, which stay whole. It reduce-scatters gradients. Below a billion parameters it
 gathers each parameter once per micro-batch and keeps it until backward: 2(N-1)/N * P elements. All stages keep their
-own fp32 copy of this rank's part of the parameters. The traffic that is stated here holds below 5e8 parameters, which
-fit into one bucket.
+own fp32 copy of this rank's part of the parameters.
 """
 
 import io
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.account import (
-    Collective,
     ModelSize,
     Piece,
     expected_state_bytes,
@@ -31,12 +29,12 @@ from ddp_lab.strategy.account import (
 )
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
-from ddp_lab.strategy.options import BF16_TRUE, FP16, NO_RECOMPUTATION
-from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
+from ddp_lab.strategy.options import BF16_TRUE, FP16
+from ddp_lab.strategy.replicated import broadcast_from_rank0
 from ddp_lab.strategy.strategy import Strategy
 
-LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
-"""DeepSpeed's defaults, in elements. In stage 3: the largest parameter that stays whole, and the size of a prefetch."""
+LARGEST_BUCKET, KEPT_WHOLE = 500_000_000, 100_000
+"""DeepSpeed's defaults, in elements. In stage 3: the largest parameter that stays whole."""
 
 
 class Inner(nn.Module):
@@ -62,7 +60,7 @@ class DeepSpeedZero(Strategy):
         compile=False,
         refusals=(
             (lambda o: o.reduce_dtype, "--reduce-dtype: DeepSpeed reduces gradients in their own dtype here"),
-            (lambda o: o.activation_checkpointing != NO_RECOMPUTATION,
+            (lambda o: o.recomputes,
              "--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3"),
             (lambda o: o.precision in (FP16, BF16_TRUE),
              "--precision: DeepSpeed scales losses and keeps masters by itself; take zero1, zero2 or zero3"),
@@ -74,9 +72,7 @@ class DeepSpeedZero(Strategy):
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
         self.require_supported()
         self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will remove the elements
-        self.sizes = {p: p.numel() for p in self.trainable.values()}
         optimizer = require_elementwise(super().build_optimizer(make_optimizer), self.options.elementwise)
-        self.optimizer_groups = [list(group["params"]) for group in optimizer.param_groups]
         try:
             with redirect_stdout(io.StringIO()):  # it prints much, and some of it not through a logger
                 self.deepspeed = load_deepspeed(self.device)
@@ -102,7 +98,7 @@ class DeepSpeedZero(Strategy):
 
         By default the bucket has 5e8 elements, 2 GB, for any model. Losses are weighted before DeepSpeed sees them.
         """
-        bucket = min(LARGEST_BUCKET, sum(self.sizes.values()))
+        bucket = min(LARGEST_BUCKET, self.trainable_elements)
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -205,29 +201,6 @@ class DeepSpeedZero(Strategy):
             broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
         self.zero.refresh_fp32_params()
 
-    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        size, trained = self.group_size, self.sizes.values()
-        if self.stage == 3:
-            gradients = 4 * micro_batches * sum(padded(n, size) for n in trained)
-            whole = [4 * padded(n, size) for n in self.all_sizes if n <= KEPT_WHOLE]
-            gathered = [4 * padded(n, size) for n in self.all_sizes if n > KEPT_WHOLE]
-            fetches = micro_batches * -(-sum(gathered) // (4 * PREFETCHED))
-            traffic = [
-                Collective("reduce_scatter", micro_batches, gradients, size, "gradients"),
-                Collective("all_gather", len(whole), sum(whole), size, "parameters"),
-                Collective("all_gather", fetches, micro_batches * sum(gathered), size, "parameters"),
-                Collective("all_reduce", 1, 8, size, "bookkeeping"),
-            ]
-        else:
-            reductions = 1 if self.stage == 1 else micro_batches
-            flat = [4 * padded(sum(self.sizes[p] for p in group), 2 * size) for group in self.optimizer_groups]
-            traffic = [
-                Collective("all_reduce", reductions, 4 * reductions * sum(trained), size, "gradients"),
-                Collective("all_gather", len(flat), sum(flat), size, "parameters"),
-                Collective("all_reduce", 1, 4, size, "bookkeeping"),
-            ]
-        return [*(part for part in traffic if part.count), *buffer_broadcasts(self.module, size)]
-
 
 class DeepSpeedZero1(DeepSpeedZero):
     """Optimizer states are sharded."""
@@ -250,10 +223,6 @@ class DeepSpeedZero3(DeepSpeedZero):
     reduces_every_micro_batch = True
     stage = 3
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
-
-
-def padded(elements: int, multiple: int) -> int:
-    return -(-elements // multiple) * multiple
 
 
 def load_deepspeed(device: torch.device) -> Any:

@@ -1,20 +1,12 @@
 """This rank's shards, which FSDP2 cuts along dimension 0 (`DTensor`), and the tensors that they are part of."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.runtime.errors import UnsupportedError
-
-
-def padded_bytes(tensors: Iterable[Tensor], size: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of whole tensors whose dimension 0 is padded to a multiple of `size`, in their own dtype or in `dtype`."""
-    return sum(
-        -(-len(t) // size) * size * (t.numel() // len(t)) * (dtype or t.dtype).itemsize for t in tensors if t.numel()
-    )
 
 
 def first_element(parameter: Tensor) -> int:

@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import REPLICATE, SHARD
-from ddp_lab.strategy.account import Collective, ModelSize, Piece, require_matching_state, shapes_of, storage_bytes
+from ddp_lab.strategy.account import ModelSize, Piece, require_matching_state, shapes_of, storage_bytes
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
 from ddp_lab.strategy.modules import TensorsBeside, find_blocks
 from ddp_lab.strategy.optimizers import MakeOptimizer, copy_attributes, require_elementwise
-from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
+from ddp_lab.strategy.replicated import broadcast_from_rank0
 from ddp_lab.strategy.strategy import Strategy
-from reference.dtensors import first_element, local, padded_bytes, require_reducible, whole
+from reference.dtensors import first_element, local, require_reducible, whole
 from sharding.options.placement import Placement
 
 
@@ -208,30 +208,6 @@ class FSDP2(Strategy):
             if isinstance(tensor, DTensor):
                 received = distribute_tensor(received, tensor.device_mesh, tensor.placements, src_data_rank=None)
             local(tensor).copy_(local(received))
-
-    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        collectives = self.traffic_of(self.units, self.groups.shard_size, micro_batches)
-        return [*collectives, *buffer_broadcasts(self.module, self.group_size)]
-
-    def traffic_of(self, units: Iterable[Any], size: int, micro_batches: int, dimension: str = "") -> list[Collective]:
-        """The traffic of `units` that are sharded over `size` ranks, along `dimension`."""
-        gathered, reduced = [], []
-        for unit in units:
-            is_regathered = self.frees_blocks_after_forward and unit is not self.fsdp
-            leaves = self.units[unit].values()
-            if leaves:
-                gathered += [padded_bytes(map(local, leaves), size)] * (2 if is_regathered else 1)
-            if trained := [local(leaf) for leaf in leaves if leaf.requires_grad]:
-                reduced.append(padded_bytes(trained, size, Placement.of(self.options).reduce_dtype))
-        shards = [whole // size for whole in reduced]
-        times = micro_batches if size > 1 else 0  # alone, a rank gathers and scatters nothing
-        gathered, reduced = gathered * times, reduced * times
-        over_replicas = Collective("all_reduce", len(shards), sum(shards), self.groups.replicas, "gradients", REPLICATE)
-        return [
-            Collective("all_gather", len(gathered), sum(gathered), size, "parameters", dimension),
-            Collective("reduce_scatter", len(reduced), sum(reduced), size, "gradients", dimension),
-            *([over_replicas] if self.groups.replicate else []),
-        ]
 
 
 class PyTorchZero2(FSDP2):

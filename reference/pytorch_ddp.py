@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.account import Collective, ModelSize
+from ddp_lab.strategy.account import ModelSize
 from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.communication.bf16 import Bf16
 from ddp_lab.strategy.communication.int8 import Int8
@@ -81,13 +81,6 @@ class PyTorchDDP(ReplicatedStrategy):
                 f"no gradient for {', '.join(unused)} in this step, so DDP's buckets never fill; "
                 "pass --find-unused-parameters"
             )
-
-    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        trainable = list(self.trainable.values())
-        traffic = self.gradient_all_reduces(trainable, calls=trainable[:1] * len(bucket_bytes(self.ddp)))
-        if self.options.find_unused_parameters:  # DDP also exchanges which are used: int32 each
-            traffic.append(Collective("all_reduce", 1, 4 * len(self.trainable), self.group_size, "bookkeeping"))
-        return traffic
 
 
 class PlainPyTorchDDP(PyTorchDDP):

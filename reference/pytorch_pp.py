@@ -16,7 +16,6 @@ from torch.distributed import pipelining as torchs
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import PIPELINE, MeshGroups
-from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.modules import tensors_in
@@ -44,12 +43,10 @@ class StageModule(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(part for _, part, of_stage in stages.parts if of_stage == stage)
         self.run_model: Any = None  # the whole model, as a strategy runs it in a step
-        self.sizes: list[int] = []  # bytes of a micro-batch's messages from and to other stages
         self._run_stage = partial(stages.run, stage)
 
     def forward(self, *received: Tensor, **batch: Any) -> Tensor:
         output = self._run_stage(received[0] if received else None, lambda: self.run_model(**batch))
-        self.sizes = [hidden.nbytes for hidden in (*received, output) if isinstance(hidden, Tensor)]
         return output if isinstance(output, Tensor) else output.loss
 
 
@@ -58,7 +55,8 @@ class TorchPipeline:
 
     def __init__(self, by_hand: Pipeline, schedule: str, make_stage: Any) -> None:
         self.begin, self.answer, self.agree = by_hand.begin, by_hand.answer, by_hand.agree
-        self._schedule, self._ranks = schedule, by_hand.shape(1).ranks
+        self.expected_traffic = by_hand.expected_traffic  # nothing: it runs no step
+        self._schedule = schedule
         self._modules = [StageModule(by_hand.stages, stage) for stage in by_hand.stages.numbers]
         self._make_stages = lambda: list(map(make_stage, self._modules, by_hand.stages.numbers))
         self._schedules: dict[Any, Any] = {}  # torch's schedules, by number and shape of micro-batches
@@ -87,11 +85,6 @@ class TorchPipeline:
         indices = torch.arange(len(batches), dtype=torch.int64, device="cpu")
         with backward_of(True):
             schedule.step(kwarg_mbs=list(batches), target_mbs=list(indices), return_outputs=False)
-
-    def expected_traffic(self, micro_batches: int) -> list[Collective]:
-        """See `pipeline_parallel`'s. Torch sends in the group of all stages."""
-        sizes = 2 * micro_batches * [size for module in self._modules for size in module.sizes]
-        return [Collective("send_recv", len(sizes), sum(sizes), self._ranks, "activations", PIPELINE)] if sizes else []
 
     def _make(self, micro_batches: int) -> Any:
         try:
@@ -122,6 +115,3 @@ class PyTorchPP(ReplicatedStrategy):
     def after_backward(self) -> None:
         """Torch writes gradients itself where it cuts backward in two, and runs no hooks."""
         self.watch.note(self.trainable.values())
-
-    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.buffer_traffic()

@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import (
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import CONTEXT, DATA, PIPELINE, SHARD, TENSOR, MeshGroups
-from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.building import require_own_memory
 from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
@@ -38,8 +37,6 @@ from ddp_lab.strategy.strategy import Strategy
 from reference.dtensors import local
 from reference.fsdp2_over_mesh import FSDP2OverMesh, by_mesh
 from tensor_parallel.plan import Column, Embedding, Head, Region, Row, Shared, Split, Style, matched, plan_of
-from tensor_parallel.region import Ranks
-from tensor_parallel.traffic import Place, Precision, Recomputed, Traffic
 
 NO_DATA_DIMENSION: MeshRefusal = (
     lambda mesh: mesh is not None and mesh.data_size > 1,
@@ -92,14 +89,6 @@ def parallelize_by_torch(
                 )
         if (by_torch := style_of(style, name, cuts_tokens)) is not None:
             plan[name] = by_torch
-    # traffic, and hooks of tokens
-    ranks = Ranks(groups.tensor, device, cuts_tokens)
-    precision = Precision.of(config.strategy.precision, config.strategy.param_dtype)
-    traffic = Traffic(
-        ranks, device, precision, Recomputed.of(module, config.strategy.activation_checkpointing), by_torch=True
-    )
-    announce(traffic, module, styles, cuts_tokens)
-    module.register_forward_pre_hook(ranks.begin_forward, prepend=True, with_kwargs=True)
     if cuts_tokens:
         require_even = partial(require_even_sequences, mesh.size())
         module.register_forward_pre_hook(require_even, prepend=True, with_kwargs=True)
@@ -112,9 +101,7 @@ def parallelize_by_torch(
             setattr(module.get_submodule(holder), child, module.get_parameter(first))
     named = module.named_parameters(remove_duplicate=False)
     cuts = {name: cut for name, p in named if (cut := cut_of(p)) is not None}
-    return ModelParallel(
-        groups.model, groups.everyone, cuts, groups.tensor, device_mesh=groups.device_mesh, traffic=traffic
-    )
+    return ModelParallel(groups.model, groups.everyone, cuts, groups.tensor, device_mesh=groups.device_mesh)
 
 
 def require_even_sequences(size: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -129,26 +116,6 @@ def require_even_sequences(size: int, module: nn.Module, args: Any, kwargs: dict
             f"--sequence-parallel: PyTorch's own cannot cut sequences of {tokens.shape[1]} tokens over {size} "
             "ranks; take tp or zero1 to zero3, or another --sequence-length"
         )
-
-
-def announce(traffic: Traffic, module: nn.Module, styles: Mapping[str, Style], cuts_tokens: bool) -> None:
-    """Fill in what stands where, in a model whose hidden states all have as many features as its embedding."""
-    table = next(module.get_submodule(name) for name, style in styles.items() if isinstance(style, Embedding))
-    features = cast(nn.Embedding, table).embedding_dim
-    for name, style in styles.items():
-        match style:
-            case Region() | Head():
-                traffic.f.append(Place(name, features))
-            case Row():
-                traffic.g.append(Place(name, features))
-            case Embedding():
-                traffic.sums.append(Place(name, features))
-            case Shared() if cuts_tokens:
-                sizes = [p.numel() * traffic.precision.stored for p in module.get_submodule(name).parameters()]
-                traffic.parameters += [(name, size, traffic.ranks.size) for size in sizes]
-            case Split() if cuts_tokens:
-                traffic.turns.append(Place(name, features))
-        traffic.losses += [Place(name, features)] * isinstance(style, Head)
 
 
 def tied_parameters(module: nn.Module) -> dict[str, list[str]]:
@@ -273,9 +240,6 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
         return map(local, super().optimizer_tensors())
-
-    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.buffer_traffic()
 
 
 class PyTorchFSDPTP(LossParallel, FSDP2OverMesh):

@@ -14,10 +14,9 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.account import Collective, Piece
+from ddp_lab.strategy.account import Piece
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.optimizers import MakeOptimizer, OptimizerPart, hand_over
-from ddp_lab.strategy.replicated import bytes_of
 from reference.pytorch_ddp import PyTorchDDP
 
 
@@ -64,8 +63,3 @@ class PyTorchZero1(PyTorchDDP):
     def updated_pieces(self) -> list[Piece]:
         parameters = {p for group in self.sharded.optim.param_groups for p in group["params"]}
         return [piece for piece in super().updated_pieces() if piece.tensor in parameters]
-
-    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        buckets = [bucket for of_device in self.sharded._buckets for bucket in of_device]
-        updates = Collective("broadcast", len(buckets), bytes_of(buckets), self.group_size, "parameters")
-        return [*super().expected_gradient_traffic(micro_batches), updates]

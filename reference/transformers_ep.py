@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -23,10 +23,8 @@ from ddp_lab.runtime.settings.mesh import SIGMOID
 from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.model_parallel import ModelParallel
-from ddp_lab.strategy.replicated import buffer_broadcasts
-from expert_parallel.parallelize import Traffic, mixtures_of, shared_mixtures
+from expert_parallel.parallelize import mixtures_of, shared_mixtures
 from reference.fsdp2_over_mesh import FSDP2OverMesh
-from tensor_parallel.traffic import Recomputed
 
 NO_EXPERTS: MeshRefusal = (
     lambda mesh: mesh is None or EXPERT not in mesh.degrees or mesh.model_size > 1,
@@ -44,22 +42,17 @@ def parallelize_by_transformers(
     Raises:
         UnsupportedError: it cannot be cut so.
     """
-    mixtures = shared_mixtures(module, groups.mesh.degree(EXPERT))
+    shared_mixtures(module, groups.mesh.degree(EXPERT))
     if config.router_bias is not None or config.router_scores == SIGMOID:
         raise UnsupportedError(
             "--router-bias and --router-scores: transformers_ep routes as the model does; take zero3"
         )
-    recomputed = Recomputed.of(module, config.strategy.activation_checkpointing)
-    traffic = Traffic(mixtures, groups, None, recomputed)
-    for mixture in mixtures.values():
-        experts = len(mixture.experts.gate_up_proj)
-
-        def look(_: nn.Module, inputs: tuple[Tensor, ...], experts: int = experts) -> None:
-            hidden, chosen = inputs[:2]
-            traffic.saw(experts, 2 * chosen.shape[-1] * hidden.nbytes)  # rows go there, and others come to go back
-
-        mixture.experts.register_forward_pre_hook(look)
-    return ModelParallel(groups.tensor, groups.everyone, {}, device_mesh=groups.device_mesh, traffic=traffic)
+    expert_group = groups.expert
+    assert expert_group is not None
+    rows = Collective("all_to_all", 0, 0, expert_group.size(), "activations", EXPERT, varies=True, at_least=True)
+    return ModelParallel(
+        groups.tensor, groups.everyone, {}, device_mesh=groups.device_mesh, traffic=lambda micro_batches: [rows]
+    )
 
 
 class TransformersEP(FSDP2OverMesh):
@@ -85,13 +78,3 @@ class TransformersEP(FSDP2OverMesh):
             experts = fully_shard(mixture.experts, **settings | {"mesh": meshes[DATA]})
             experts.set_gradient_divide_factor(float(self.group_size))
             experts.set_force_sum_reduction_for_comms(copies > 1)
-
-    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        experts = [mixture.experts for mixture in mixtures_of(self.module).values()]
-        other_units = [unit for unit in self.units if unit not in experts]
-        copies = self.device_mesh[DATA].size()
-        return [
-            *self.traffic_of(other_units, self.groups.shard_size, micro_batches),
-            *(self.traffic_of(experts, copies, micro_batches, DATA) if copies > 1 else ()),
-            *buffer_broadcasts(self.module, self.group_size),
-        ]

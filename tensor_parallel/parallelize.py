@@ -39,7 +39,7 @@ from tensor_parallel.plan import (
     read_plan,
 )
 from tensor_parallel.region import Ranks
-from tensor_parallel.traffic import FP32, Place, Precision, Recomputed, Traffic
+from tensor_parallel.traffic import FP32, Place, Precision, Traffic
 
 
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
@@ -47,8 +47,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     plan = read_plan(Path(config.plan)) if config.plan else plan_of(module, groups.mesh.degree(TENSOR))
     options = config.strategy
     precision = Precision.of(options.precision, options.param_dtype)
-    recomputed = options.activation_checkpointing
-    return parallelize(module, plan, groups, device, config.sequence_parallel, precision, recomputed)
+    return parallelize(module, plan, groups, device, config.sequence_parallel, precision)
 
 
 def parallelize(
@@ -58,12 +57,11 @@ def parallelize(
     device: torch.device,
     sequence_parallel: bool = False,
     precision: Precision = FP32,
-    activation_checkpointing: str = "none",
 ) -> ModelParallel:
     """Cut `module` in place over the ranks of `groups.tensor`. Rank 0's parameters win. Collective.
 
     Args:
-        precision, activation_checkpointing: Of the run, on which its traffic depends.
+        precision: Of the run, on which its traffic depends.
 
     Returns:
         What a strategy over `groups.data` must know of it.
@@ -73,7 +71,7 @@ def parallelize(
     """
     require_own_memory(module)
     ranks = Ranks(groups.tensor, device, sequence_parallel)
-    traffic = Traffic(ranks, device, precision, Recomputed.of(module, activation_checkpointing))
+    traffic = Traffic(ranks, device, precision)
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), group=ranks.group, group_src=0)
     parallelizer = Parallelizer(module, plan, ranks, groups, traffic)

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.building import AUTOCAST, DTYPES
 from ddp_lab.strategy.communication.collectives import expected_all_gathers, expected_reduce_scatters
-from ddp_lab.strategy.modules import find_blocks
-from ddp_lab.strategy.options import NO_RECOMPUTATION
 from tensor_parallel import cross_entropy
 from tensor_parallel.plan import enclosing
 from tensor_parallel.region import Ranks
@@ -53,33 +50,8 @@ class Place:
     is_whole: bool = False
 
 
-@dataclass(frozen=True)
-class Recomputed:
-    """The names of the `blocks` that backward computes again."""
-
-    blocks: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, module: nn.Module, activation_checkpointing: str) -> "Recomputed":
-        if activation_checkpointing == NO_RECOMPUTATION:
-            return cls()
-        blocks = find_blocks(module)
-        names = [name for name, part in module.named_modules() if part in blocks]
-        return cls(names)
-
-    def runs_again(self, place: Place, places: Sequence[Place]) -> bool:
-        """Whether forward comes to `place`, one of `places`, a second time. Torch stops when all that backward needs is
-        there: before the last g of a block."""
-        block = enclosing(place.module, self.blocks)
-        return block is not None and place is not [p for p in places if enclosing(p.module, [block])][-1]
-
-
 class Traffic:
     """The operators of a model, which the parallelizer fills in.
-
-    Args:
-        by_torch: Torch's own classes stand there. They do without `communication.collectives`, add up the three numbers
-            of a token's loss one after the other, and have f in front of casts.
 
     Attributes:
         ranks: Over which the model is cut.
@@ -91,11 +63,8 @@ class Traffic:
         parameters: Behind an f of their own: the module of each, its bytes, and the ranks that add them up.
     """
 
-    def __init__(
-        self, ranks: Ranks, device: torch.device, precision: Precision, recomputed: Recomputed, by_torch: bool = False
-    ) -> None:
-        self.ranks, self._device, self._recomputed, self._by_torch = ranks, device, recomputed, by_torch
-        self.precision = precision
+    def __init__(self, ranks: Ranks, device: torch.device, precision: Precision) -> None:
+        self.ranks, self._device, self.precision = ranks, device, precision
         self.f: list[Place] = []
         self.g: list[Place] = []
         self.sums: list[Place] = []
@@ -108,8 +77,6 @@ class Traffic:
         for places in (self.f, self.g, self.sums, self.turns, self.losses):
             places[:] = [place for place in places if enclosing(f"{place.module}.", modules)]
         self.parameters = [entry for entry in self.parameters if enclosing(f"{entry[0]}.", modules)]
-        blocks = [block for block in self._recomputed.blocks if enclosing(f"{block}.", modules)]
-        self._recomputed = replace(self._recomputed, blocks=blocks)
 
     def of_forward(self, passes: int) -> list[Collective]:
         """Of so many more forward passes, without gradients and without sequence parallelism."""
@@ -122,43 +89,35 @@ class Traffic:
         return [Collective("all_reduce", passes * calls, passes * payload, self.ranks.size, "activations")]
 
     def __call__(self, micro_batches: int) -> list[Collective]:
-        """Of a step of so many micro-batches of the shape that the latest had."""
+        """Of a step of so many micro-batches of the shape that the latest had, none of which is computed again."""
         tokens, cuts = self.ranks.tokens_in_batch, self.ranks.tokens is not None
         filled, products, stored = padded(tokens, self.ranks.size), self.precision.products, self.precision.stored
         reduced, gathered, scattered = [], [], []
         for place in self.f:
             is_cut = cuts and not place.is_whole
-            payload = (filled if is_cut else tokens) * place.features * (stored if self._by_torch else products)
+            payload = (filled if is_cut else tokens) * place.features * products
             in_backward = [payload] * place.has_gradient
             if is_cut:
-                gathered += [payload] * (2 if enclosing(place.module, self._recomputed.blocks) else 1)
+                gathered.append(payload)
                 scattered += in_backward
             else:
                 reduced += in_backward
         for place in self.g:
             payload = (filled if cuts else tokens) * place.features * products
-            in_forward = [payload] * (2 if self._recomputed.runs_again(place, self.g) else 1)
             if cuts:
-                scattered += in_forward
+                scattered.append(payload)
                 gathered.append(payload)
             else:
-                reduced += in_forward
+                reduced.append(payload)
         reduced += [tokens * place.features * stored for place in self.sums]
         gathered += [filled * place.features * stored for place in self.turns if cuts]
         losses = [tokens * cross_entropy.NUMBERS * 4] * len(self.losses)
-        calls_of_loss = cross_entropy.NUMBERS if self._by_torch else cross_entropy.CALLS
         group, size = self.ranks.group, self.ranks.size
-        if self._by_torch:
-            gathers = Collective("all_gather", len(gathered), sum(gathered), size, "activations")
-            scatters = Collective("reduce_scatter", len(scattered), sum(scattered), size, "activations")
-        else:
-            gathers = replace(expected_all_gathers(gathered, group, self._device), purpose="activations")
-            scatters = replace(expected_reduce_scatters(scattered, group, self._device), purpose="activations")
         traffic = [
             Collective("all_reduce", len(reduced), sum(reduced), size, "activations"),
-            Collective("all_reduce", calls_of_loss * len(losses), sum(losses), size, "activations"),
-            gathers,
-            scatters,
+            Collective("all_reduce", cross_entropy.CALLS * len(losses), sum(losses), size, "activations"),
+            replace(expected_all_gathers(gathered, group, self._device), purpose="activations"),
+            replace(expected_reduce_scatters(scattered, group, self._device), purpose="activations"),
             *(Collective("all_reduce", 1, payload, ranks, "gradients") for _, payload, ranks in self.parameters),
         ]
         times = micro_batches

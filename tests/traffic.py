@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from ddp_lab.collectives.kinds import ENDS
+from ddp_lab.collectives.kinds import ENDS, sent_share
 from ddp_lab.runtime.watch.sequence import SIZED_BY_OUTPUT, described
 from ddp_lab.strategy.batches import MicroBatch, StepData
 from ddp_lab.strategy.strategy import Strategy
@@ -26,11 +26,17 @@ def add(totals: Totals, key: tuple[str, int], calls: int, nbytes: int) -> None:
     totals[key] = before[0] + calls, before[1] + nbytes
 
 
-def announced(strategy: Strategy, micro_batches: int, clips: bool = False) -> Totals:
+def announced(strategy: Strategy, micro_batches: int, clips: bool = False) -> tuple[Totals, float | None]:
+    """And the least bytes that a rank sends, if the strategy has no formula."""
     totals: Totals = {}
-    for part in (whole.issued for whole in strategy.expected_traffic(micro_batches, clips=clips)):
+    traffic = strategy.expected_traffic(micro_batches, clips=clips)
+    for part in (whole.issued for whole in traffic):
         add(totals, (part.kind, part.group_size), part.count, part.payload_bytes)
-    return totals
+    return totals, sum(part.wire_bytes for part in traffic) if any(part.at_least for part in traffic) else None
+
+
+def sent(issued: Totals) -> float:
+    return sum(nbytes * sent_share(kind, size) for (kind, size), (_, nbytes) in issued.items())
 
 
 @contextmanager

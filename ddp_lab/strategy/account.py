@@ -30,6 +30,7 @@ class Collective:
         rank: Who issues them, where stages differ. Default: every rank.
         made_of: The kind of the calls, one from each rank, of which each is made. Empty: it is a call by itself.
         varies: What a rank sends depends on its samples, and `payload_bytes` is the mean over ranks.
+        at_least: No formula of what is sent, but a lower bound of its bytes.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Collective:
     rank: int | None = None
     made_of: str = ""
     varies: bool = False
+    at_least: bool = False
 
     @property
     def issued(self) -> "Collective":

@@ -15,7 +15,7 @@ from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.groups import exchange_device, settle_at_exit
 from ddp_lab.strategy.gradient_watch import GradientWatch, follow_gradients
 from ddp_lab.strategy.modules import find_blocks, require_readable
-from ddp_lab.strategy.options import BF16_TRUE, FP16, NO_RECOMPUTATION, StrategyOptions
+from ddp_lab.strategy.options import BF16_TRUE, FP16, StrategyOptions
 
 if TYPE_CHECKING:
     from ddp_lab.strategy.communication.loss_scale import LossScaler
@@ -95,7 +95,7 @@ def prepared(
         from ddp_lab.strategy.compilation import CompiledBlocks
 
         compiled = CompiledBlocks(module, options.compile_backend)
-    if options.activation_checkpointing != NO_RECOMPUTATION:
+    if options.recomputes:
         from ddp_lab.strategy.recompute import checkpoint_activations
 
         checkpoint_activations(module, options.activation_checkpointing)

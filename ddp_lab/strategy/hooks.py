@@ -58,6 +58,7 @@ class Hooks(ABC):
     wants_to_stop: Callable[[], bool]  # whether this rank has been asked to stop; set it to your own function
     notes: list[str]  # decisions of the strategy that the user of a run should know
     trainable: dict[str, nn.Parameter]  # by name
+    trainable_elements: int
     frozen: dict[str, nn.Parameter]  # by name
     parameter_dtypes: dict[str, torch.dtype]  # in which they are saved, by name: not `options.param_dtype`
     model_parallel: "ModelParallel | None"
@@ -251,9 +252,14 @@ class Hooks(ABC):
         """What `host_bytes` should be after a step, padding left out."""
         return 0
 
-    @abstractmethod
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        """What one optimizer step of `micro_batches` micro-batches sends for gradients, parameters and buffers."""
+        """What one optimizer step of `micro_batches` micro-batches sends for gradients, parameters and buffers.
+
+        Default, where no formula is known: at least an all-reduce of all gradients; nothing if the model is cut.
+        """
+        elements = 0 if self.model_parallel else self.trainable_elements
+        payload = elements * self.options.least_itemsize
+        return [Collective("all_reduce", 1, payload, self.group_size, "gradients", at_least=True)]
 
     def expected_clipping_traffic(self) -> list[Collective]:
         """What `clip_grad_norm_` sends."""

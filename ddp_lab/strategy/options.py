@@ -217,6 +217,17 @@ class StrategyOptions:
         return (self.offload or "").partition(":")[0]
 
     @property
+    def recomputes(self) -> bool:
+        """Whether backward computes activations again."""
+        return self.activation_checkpointing != NO_RECOMPUTATION
+
+    @property
+    def least_itemsize(self) -> int:
+        """Bytes of an element in the narrowest dtype in which gradients may be sent."""
+        is_full = self.precision == FP32 and not (self.param_dtype or self.reduce_dtype)
+        return 1 if self.compress else 4 if is_full else 2
+
+    @property
     def fixed_bucket_bytes(self) -> float | None:
         """The bucket size in bytes if the user has set one, else None."""
         return None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb * 2**20

@@ -120,8 +120,8 @@ class ReplicatedStrategy(Strategy):
         """
         gradients = list(gradients)
         calls = gradients if calls is None else calls
-        if self.compression is not None and calls:
-            return [*self.compression.traffic(len(calls), gradients), *self.buffer_traffic()]
+        if self.compression is not None:
+            return super().expected_gradient_traffic(1)
         sent = []
         for group, held in self.by_group(gradients) if calls else ():
             number = sum(self.group_of(parameter) is group for parameter in calls)

@@ -6,7 +6,7 @@ is held and sent, `capabilities` which options are supported.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
@@ -80,6 +80,7 @@ class Strategy(Hooks):
         self.replace_parameters()
         named = list(module.named_parameters())
         self.trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self.trainable_elements = sum(parameter.numel() for parameter in self.trainable.values())
         self.frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
         self.owned = self.model_parallel.owned(self.trainable.items()) if self.model_parallel else set()
         of_experts = self.model_parallel.of_experts if self.model_parallel else ()
@@ -239,11 +240,14 @@ class Strategy(Hooks):
 
     def expected_traffic(self, micro_batches: int = 1, clips: bool = False) -> list[Collective]:
         """The collectives that a rank issues in a step of so many micro-batches. `clips`: with `clip_grad_norm_`."""
+        between_parts = self.model_parallel.expected_traffic(micro_batches) if self.model_parallel else []
+        if self.options.recomputes:  # what runs again sends again
+            between_parts = [replace(collective, at_least=True) for collective in between_parts]
         return [
             *self.expected_gradient_traffic(micro_batches),
             *self.steps.exchange.expected_traffic(),
             *(self.expected_clipping_traffic() if clips else []),
-            *(self.model_parallel.expected_traffic(micro_batches) if self.model_parallel else []),
+            *between_parts,
         ]
 
     # Models that are cut over ranks ----------------------------------------------------------------------------------

@@ -53,11 +53,10 @@ class ShardedStrategy(Strategy):
         self.placement = Placement.of(self.options)
         if self.placement.param_dtype:
             cast_inputs([self.module, *find_blocks(self.module)], self.placement.param_dtype)
-        elements = sum(p.numel() for p in self.trainable.values())
-        if elements < self.groups.shard_size:
+        if self.trainable_elements < self.groups.shard_size:
             raise UnsupportedError(
-                f"{elements} trainable elements cannot be sharded over {self.groups.shard_size} ranks: use fewer "
-                "ranks, or a replicated strategy"
+                f"{self.trainable_elements} trainable elements cannot be sharded over {self.groups.shard_size} ranks: "
+                "use fewer ranks, or a replicated strategy"
             )
         self.host_update = None
         self._unused: set[nn.Parameter] = set()

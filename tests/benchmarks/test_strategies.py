@@ -34,7 +34,7 @@ def test_choices_run_in_alternation(ranks: RankPool):
     for table in ranks.run(2, measured, ",".join(choices)):
         assert table["choice"].tolist() == [*choices, "local", "runtime"]
         assert table["ratio_median"].notna().all() and table["step_ms_median"].gt(0).all()
-        assert table["wire_bytes"]["runtime"] < table["wire_bytes"]["pytorch_ddp"] / 2
+        assert table["wire_bytes"]["runtime"] < table["wire_bytes"]["zero3:bucket_cap_mb=1"] / 2
         assert table["exposed_ms_median"]["runtime"] == 0
         assert table["exposed_ms_median"]["bare_loop"] != table["exposed_ms_median"]["local"]
 

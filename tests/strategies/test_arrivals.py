@@ -39,10 +39,10 @@ class Flat:
         self.log.append(f"wait for {self.name}")
 
 
-def started(model, cut=True):
+def started(model):
     """What lets `model` wait, after a first forward pass, with all parameters on their way."""
     flats = [Flat(name, p, model.log) for name, p in model.named_parameters() if "bias" not in name]
-    arrivals = Arrivals(model, find_blocks(model) if cut else [], flats)
+    arrivals = Arrivals(model, find_blocks(model), flats)
     model(torch.ones(1, 2))
     model.log.clear()
     for flat in flats:

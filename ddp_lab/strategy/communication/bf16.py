@@ -4,13 +4,10 @@ Each rank rounds its share, 1/N of its gradient, and sums are rounded too. So th
 uncompressed training. DDP does this by PyTorch's own communication hook, and the result is bitwise the same.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.communication.collectives import Pending
 
 
@@ -32,8 +29,3 @@ class Bf16:
         rounded = gradient.to(torch.bfloat16).div_(self._group.size())
         work = dist.all_reduce(rounded, group=self._group, async_op=True)
         return Pending([work], lambda: gradient.copy_(rounded))
-
-    def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
-        """What replaces `calls` all-reduces of `gradients`."""
-        payload = sum(2 * gradient.numel() for gradient in gradients)
-        return [Collective("all_reduce", calls, payload, self._group.size(), "gradients")]

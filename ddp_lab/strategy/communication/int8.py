@@ -17,14 +17,9 @@ An all-to-all begins at once, so that backward goes on meanwhile. All-gathers mu
 which have their all-to-alls at different times. So the first `wait` of a step begins them all, one after the other.
 """
 
-import itertools
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ddp_lab.strategy.account import Collective
 
 BLOCK = 256
 """The most elements that share a scale."""
@@ -58,14 +53,6 @@ class Int8:
             self._owed[number] = Owed(gradient, self._group.size())
         return Int8AllReduce(gradient, self._owed[number], self._group, self._started)
 
-    def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
-        """What replaces `calls` all-reduces, once they have run. For N ranks, E elements need 2(N-1)/N E (1 + 4/256)
-        bytes on the wire."""
-        sizes = [self._owed[number].message_bytes for number in sorted(self._owed)]
-        payload = sum(itertools.islice(itertools.cycle(sizes), calls))
-        kinds = ("all_to_all", "all_gather")
-        return [Collective(kind, calls, payload, self._group.size(), "gradients") for kind in kinds]
-
 
 class Owed:
     """What messages have not yet told the other ranks of one gradient, in fp32.
@@ -81,12 +68,6 @@ class Owed:
         blocks = max(1, ceil_divide(gradient.numel(), ranks * elements))
         self.whole = torch.zeros(ranks, blocks, elements, dtype=torch.float32, device=gradient.device)
         self.shard = torch.zeros(blocks, elements, dtype=torch.float32, device=gradient.device)
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of all shards as they are sent."""
-        ranks, blocks, elements = self.whole.shape
-        return ranks * blocks * (elements + SCALE_BYTES)
 
 
 class Int8AllReduce:

@@ -51,6 +51,22 @@ def test_what_differs_from_the_record_fails(change, failing):
     assert failed == failing
 
 
+@each_row(
+    ("payload", "change", "failing"),
+    [
+        (4000, lambda calls: calls, set()),
+        (4001, lambda calls: calls, {("sent in all, at least", rank) for rank in (0, 1)}),
+        (4000, lambda calls: calls.assign(bytes=4001.0), {("all-reduce: payload", 1)}),  # differs from rank 0
+    ],
+)
+def test_without_a_formula_steps_and_ranks_are_equal_and_send_enough(payload, change, failing):
+    bound = {"kind": "all_reduce", "count": 1, "payload_bytes": payload, "wire_bytes": payload, "at_least": True}
+    first, second = timelines()
+    second = dataclasses.replace(second, collectives=change(second.collectives))
+    found = results(audit([first, second], {**record_of_eight_steps("x", 0.1), "expected_traffic": [bound]}))
+    assert {key for key, result in found.items() if result == "fail" and "at rest" not in key[0]} == failing
+
+
 def test_state_beyond_the_formula_fails():
     run = record_of_eight_steps("x", 0.1)
     run["memory"][1]["gradients_bytes"] *= 2

@@ -25,7 +25,7 @@ from tests.parity import Case, strategy_of
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
 from tests.tables import by_default
-from tests.traffic import CLIP, Totals, add, announced, counted_step
+from tests.traffic import CLIP, Totals, add, counted_step
 
 CASES = [
     ("dp=2,tp=2", "tp", "lm, llama", 1, False, {"bucket_cap_mb": 25.0}),
@@ -91,11 +91,10 @@ def test_a_pretended_rank_does_what_a_real_one_does(ranks: RankPool, case):
     with simulation.running():
         memory = simulation.measure().memory
         assert simulation.strategy is not None
-        wanted, seen = announced(simulation.strategy, micro_batches, clips=True), Totals()
+        seen = Totals()
         for issued in simulation.observer.issued:
             add(seen, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
         kept = known_of_load(simulation.strategy)
-    assert seen == wanted
     found = ranks.run(size, real_step, *case)
     issued, held, peak = found[1]
     if "ep" in Mesh.parse(mesh).degrees:

@@ -2,7 +2,6 @@
 can be worked out by hand."""
 
 import gc
-from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +31,7 @@ from tests.models import FEATURES, build, llama_classifier, make_batch
 from tests.parity import NAMES, REFUSALS, load
 from tests.ranks import RankPool
 from tests.tables import by_default, each_row
+from tests.traffic import Totals, add, announced, sent
 
 CHOICES = [choice for choice in NAMES if not choice.startswith("deepspeed")]
 SECONDS = 1e-3
@@ -115,13 +115,14 @@ def test_the_collectives_are_those_that_the_strategy_announces(one):
     with simulation.running():
         step = simulation.measure()
         assert isinstance(simulation.strategy, Strategy)
-        announced, seen = Counter[str](), Counter[str]()
-        for part in (whole.issued for whole in simulation.strategy.expected_traffic(micro_batches, clips=True)):
-            announced.update({part.kind: part.count, f"bytes of {part.kind}": part.payload_bytes})
+        seen = Totals()
         for issued in simulation.observer.issued:
-            seen.update({issued.kind: 1, f"bytes of {issued.kind}": issued.payload_bytes})
-    assert seen == announced
-    assert ("scatter" in seen) == (kind == "cpu" and choice in ("zero1", "zero2", "zero3")), "each backend's own"
+            add(seen, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
+        wanted, least = announced(simulation.strategy, micro_batches, clips=True)
+    assert seen == wanted if least is None else sent(seen) > least - 1
+    assert any(kind == "scatter" for kind, _ in seen) == (kind == "cpu" and choice in ("zero1", "zero2", "zero3")), (
+        "each backend's own"
+    )
     require_whole(step, simulation.observer)
 
 

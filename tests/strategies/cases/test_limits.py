@@ -2,15 +2,10 @@
 
 from pathlib import Path
 
-from tests.strategies.cases import CASES, REFUSALS, WRONG
+from tests.strategies.cases import REFUSALS
 
 
 def test_each_refusal_is_documented():
     rows = [line for line in Path("docs/own-loop.md").read_text().splitlines() if line.startswith("| ")]
     for refusal in REFUSALS:
         assert any(f"`{refusal.says}`" in row for row in rows), refusal
-
-
-def test_refusals_name_cases():
-    named = {name for refusal in REFUSALS for name in refusal.cases} | {name for name, _ in WRONG}
-    assert named <= CASES.keys()
