@@ -31,7 +31,7 @@ MEMORY_TOLERANCE, MEMORY_TOLERANCE_BYTES = 0.005, 65536
 CHECK = ["subject", "rank", "unit", "expected", "measured", "tolerance", "steps"]
 Check = tuple[str, int | None, str, float, float, float, int | None]
 """A row of `audit.csv`, as `columns.toml` explains it. Measured is NaN if the trace does not say."""
-AT_LEAST = "sent in all, at least"
+AT_LEAST = "sent in all at least"
 KEY = ["dimension", "kind", "made_of"]
 
 
