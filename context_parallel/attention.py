@@ -44,11 +44,7 @@ class Context:
         self._length = 0  # of sequences in the latest forward pass
 
     def cut(self, module: nn.Module, args: Any, batch: dict[str, Any]) -> Any:
-        """In front of the model: this rank's part of a batch.
-
-        Raises:
-            UnsupportedError: it has no `input_ids` by name.
-        """
+        """In front of the model: this rank's part of a batch."""
         tokens = batch.get("input_ids")
         if args or tokens is None:
             raise UnsupportedError("--mesh with cp: a batch must have input_ids by name, (samples, tokens)")
@@ -101,9 +97,6 @@ class Context:
 
         Args:
             documents: See `RingAttention`.
-
-        Raises:
-            UnsupportedError: a ring is told to draw dropout.
         """
         if dropout and self.way != ULYSSES:
             raise UnsupportedError(
@@ -142,11 +135,7 @@ def attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' models call. `attention_mask`: the documents of all tokens, (batch, 1, 1, tokens).
-
-    Raises:
-        UnsupportedError: the model wants more of its attention than causal masks and documents.
-    """
+    """What transformers' models call. `attention_mask`: the documents of all tokens, (batch, 1, 1, tokens)."""
     if unknown := [name for name in REFUSED if options.get(name) is not None]:
         raise UnsupportedError(f"--mesh with cp: {type(module).__name__} uses {unknown[0]}, which no ring does here")
     context: Any = module.context

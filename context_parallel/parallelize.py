@@ -21,9 +21,6 @@ from pipeline_parallel.parallelize import parallelize_for as cut_model
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
     """Cut `module` in place as a run's settings say: its layers over `tp`, the module itself over `pp`, its tokens over
     `cp`. Rank 0's parameters win. Collective.
-
-    Raises:
-        UnsupportedError: it cannot be cut so.
     """
     if not config.cuts_tokens:
         return cut_model(module, config, groups, device)

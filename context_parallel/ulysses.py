@@ -50,9 +50,6 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, attend: A
 
     Shapes: queries and outputs (batch, heads, tokens of this rank, features), keys and values (batch, key-value heads,
     tokens of this rank, features).
-
-    Raises:
-        UnsupportedError: the ranks do not divide the heads.
     """
     size = dist.get_world_size(group)
     require_heads(q.shape[1], size)

@@ -37,9 +37,6 @@ ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
     """Cut `module` in place as a run's settings say: its experts over `ep`, and other layers over `tp`. Rank 0's
     parameters win. Collective.
-
-    Raises:
-        UnsupportedError: it cannot be cut so.
     """
     if EXPERT not in groups.mesh.degrees:
         return cut_model(module, config, groups, device)
@@ -104,9 +101,6 @@ def within_each(name: str, experts: int, inner: int, size: int, tensor: int) -> 
         name: Of the mixture, for errors.
         inner: Outputs of an expert's first matrix, gates aside.
         size, tensor: The degrees of `ep` and of `tp`.
-
-    Raises:
-        UnsupportedError: there are fewer than ranks.
     """
     over_experts = cut_evenly(name, "experts", experts, 0, size)
     if tensor == 1:
@@ -184,11 +178,7 @@ def mixtures_of(module: nn.Module) -> dict[str, Any]:
 
 
 def shared_mixtures(module: nn.Module, size: int) -> dict[str, Any]:
-    """The same, whose experts `size` ranks share.
-
-    Raises:
-        UnsupportedError: there are none, or the ranks cannot.
-    """
+    """The same, whose experts `size` ranks share."""
     mixtures = mixtures_of(module)
     if not mixtures:
         raise UnsupportedError(

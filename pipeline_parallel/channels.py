@@ -134,13 +134,8 @@ def open_channels(
     """The channels of this rank. Collective over all ranks.
 
     Each is used once, one after the other, in the same order on all ranks. Otherwise two neighbours could set up
-    connections over NCCL in crossing order, each waiting for the other.
-
-    Args:
-        pipelines: The ranks of each pipeline of the job, in the order of their stages.
-        is_ring: The last rank is followed by the first.
-        ties: The first and the last stage share a weight.
-        timeout: How long a message may wait for its other end.
+    connections over NCCL in crossing order, each waiting for the other. `ties`: the first and the last stage share a
+    weight.
     """
     rank = dist.get_rank()
     channels: dict[tuple[str, str], Channel] = {}

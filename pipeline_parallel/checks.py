@@ -47,15 +47,8 @@ def run_on_paper(
     costs: Mapping[Kind, float] = UNIT_COSTS,
     factors: Sequence[float] | None = None,
 ) -> Timeline:
-    """Walk all lists as ranks would, which wait only for messages.
-
-    Args:
-        costs: Of a pass of a micro-batch through all stages of a rank.
-        factors: By stage, how many times as long it takes. Default: 1.
-
-    Raises:
-        ValueError: the ranks wait for each other for ever; says who waits for what.
-    """
+    """Walk all lists as ranks would, which wait only for messages. A ValueError names ranks that wait for ever. `costs`
+    are of a pass of a micro-batch through all stages of a rank, `factors` of each stage."""
     remaining, clocks = [deque(actions) for actions in lists], [0.0] * len(lists)
     sent: dict[Action, float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in lists]

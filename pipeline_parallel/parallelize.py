@@ -35,9 +35,6 @@ def parallelize_for(
 
     Args:
         split: Of blocks over stages. Default: what the settings say of it.
-
-    Raises:
-        UnsupportedError: it cannot be cut so.
     """
     if groups.mesh.degree(PIPELINE) == 1:
         return cut_layers(module, config, groups, device)
@@ -47,11 +44,7 @@ def parallelize_for(
 
 
 def split_of(config: RunConfig) -> Split | None:
-    """How a run's settings cut its model.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """How a run's settings cut its model."""
     if config.pipeline_split:
         if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", config.pipeline_split):
             wrong = f"--pipeline-split {config.pipeline_split}"
@@ -84,9 +77,6 @@ def cut_into_stages(
 
     Returns:
         What a strategy over `groups.data` must know of it.
-
-    Raises:
-        UnsupportedError: the model cannot be cut into so many stages.
     """
     group = groups.pipeline
     assert group is not None, "the mesh has pp"

@@ -22,11 +22,7 @@ Split = Sequence[int] | Sequence[Sequence[str]]
 
 
 def partition(module: nn.Module, stages: int, split: Split | None = None) -> tuple[Chain, list[int]]:
-    """The chain of a model, and the stage of each of its modules. Default: cut by cost.
-
-    Raises:
-        UnsupportedError: the model, or `split`, cannot be cut into so many stages.
-    """
+    """The chain of a model, and the stage of each of its modules. Default: cut by cost."""
     if split and len(split) != stages:
         raise UnsupportedError(f"--mesh with pp: {len(split)} stages are given, but the mesh has {stages}")
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -74,9 +70,6 @@ def kind_of(module: nn.Module) -> str:
 def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
     """The modules that hold a model's parameters and saved buffers, in order, and for each whether it is a block: one
     of those that repeat in a list, or any part of an `nn.Sequential`.
-
-    Raises:
-        UnsupportedError: the model is no chain of modules around one list of blocks.
     """
     kind, blocks = kind_of(module), set(find_blocks(module, may_share=True))
     holders = [part for part in module.modules() if not blocks.isdisjoint(part.children())]
@@ -107,15 +100,8 @@ def costs_of(chain: Chain) -> list[int]:
 
 
 def cut_by_cost(costs: Sequence[int], are_blocks: Sequence[bool], stages: int) -> list[int]:
-    """How many blocks each stage has, so that the costliest stage costs least.
-
-    Args:
-        costs: Of each module of the chain. What is before the blocks belongs to the first stage, what is after them to
-            the last.
-
-    Raises:
-        UnsupportedError: there are fewer blocks than stages.
-    """
+    """How many blocks each stage has, so that the costliest stage costs least. What is before the blocks belongs to the
+    first stage, what is after them to the last."""
     blocks = [cost for cost, is_block in zip(costs, are_blocks, strict=True) if is_block]
     if len(blocks) < stages:
         raise UnsupportedError(f"--mesh with pp: {len(blocks)} blocks cannot be cut into {stages} stages; take fewer")
@@ -137,11 +123,7 @@ def cut_by_cost(costs: Sequence[int], are_blocks: Sequence[bool], stages: int) -
 
 
 def stages_of(are_blocks: Sequence[bool], split: Sequence[int]) -> list[int]:
-    """The stage of each module of the chain. `split`: the number of blocks in each stage.
-
-    Raises:
-        UnsupportedError: the numbers are not those of the model's blocks.
-    """
+    """The stage of each module of the chain. `split`: the number of blocks in each stage."""
     count = sum(are_blocks)
     if sum(split) != count or min(split) < 1:
         numbers = ",".join(map(str, split))

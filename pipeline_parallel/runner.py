@@ -109,9 +109,6 @@ class Pipeline:
         """Returns the whole model's output on all ranks: `.loss` and `.logits`. Collective over the pipeline.
 
         Logits of tokens that have a loss are left out: nobody needs them, and each is as long as the vocabulary.
-
-        Raises:
-            UnsupportedError: gradients are on, so a backward pass would follow.
         """
         if torch.is_grad_enabled():
             raise UnsupportedError(
@@ -131,11 +128,7 @@ class Pipeline:
         return self._from_last(output)
 
     def agree(self, group: dist.ProcessGroup, value: Any = None) -> list[Any]:
-        """Gather the `value` of each rank of `group`. Collective.
-
-        Raises:
-            UnsupportedError: on every rank, if a stage of one of them has refused forward.
-        """
+        """Gather the `value` of each rank of `group`; if a stage has refused forward, every rank raises. Collective."""
         entries: list[Any] = [None] * group.size()
         dist.all_gather_object(entries, (self.stages.refusal, value), group)
         self.stages.refusal = None
@@ -159,18 +152,11 @@ class Pipeline:
 
 
 class Pass(NamedTuple):
-    """One micro-batch in one stage, between forward and backward.
+    """One micro-batch in one stage, between forward and backward."""
 
-    Attributes:
-        received: The hidden states from the stage before; None in the first stage.
-        root: Where backward begins. It keeps the graph, but not the hidden states that were sent. None if nothing
-            trains up to this stage.
-        weights: With a split backward pass, its second half.
-    """
-
-    received: Tensor | None
-    root: Any
-    weights: WeightGradients | None
+    received: Tensor | None  # hidden states from the stage before
+    root: Any  # where backward begins, without the hidden states that were sent; None if nothing trains up to here
+    weights: WeightGradients | None  # the second half of a split backward pass
 
 
 class Walk:

@@ -81,17 +81,9 @@ class Elsewhere(nn.Module):
 
 
 class Stages:
-    """The stages on this rank. Building them takes the modules of other stages out of `module`.
-
-    Args:
-        stages: The numbers of the stages on this rank.
-        places: The stage of each module of `chain`.
-        tokens: With sequence parallelism, what cuts them.
-
-    Attributes:
-        parts: The modules that stay: name, module, and stage.
-        refusal: Why a pass that other ranks wait for is not done (`attempt`); empty if another stage knows.
-    """
+    """The `stages` on this rank; `places` has the stage of each module of `chain`. Building them takes the modules of
+    other stages out of `module`. `refusal` says why a pass that other ranks wait for is not done (`attempt`); empty if
+    another stage knows."""
 
     def __init__(
         self,
@@ -106,7 +98,7 @@ class Stages:
         self._current: tuple[int, Tensor | None] | None = None  # the stage that computes, and what it has received
         self._latest = -1, ""  # of the module that was called last: its stage, and its name
         placed = [(name, part, stage) for (name, part), stage in zip(chain, places, strict=True)]
-        self.parts = [part for part in placed if part[2] in stages]
+        self.parts = [part for part in placed if part[2] in stages]  # name, module, stage
         held_modules: set[Any] = {member for _, part, _ in self.parts for member in (part, *part.parameters())}
         for name, part, stage in placed:
             if stage not in stages:
@@ -150,9 +142,6 @@ class Stages:
 
         Args:
             received: The previous stage's hidden states. None for the first stage.
-
-        Raises:
-            OneRankError: forward does not go through the stages one after the other.
         """
         self._current, self._latest, to = (stage, received), (-1, ""), "nobody"
         try:

@@ -32,11 +32,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def require_reducible(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse what FSDP2 would lose. It calls hooks that run after a gradient is there, of shards alone.
-
-    Raises:
-        UnsupportedError: A parameter has no elements, on which its backward would fail, or a hook that it never calls.
-    """
+    """Refuse what FSDP2 would lose. It calls hooks that run after a gradient is there, of shards alone."""
     for name, parameter in parameters.items():
         if parameter.requires_grad and not parameter.numel():
             raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")

@@ -62,11 +62,7 @@ class TorchPipeline:
         self._schedules: dict[Any, Any] = {}  # torch's schedules, by number and shape of micro-batches
 
     def step(self, batches: Any, forward: Any, loss_of: Any, backward_of: Any) -> None:
-        """Forward and backward of all micro-batches. Collective over the pipeline.
-
-        Raises:
-            UnsupportedError: torch has no schedule for so many micro-batches, or they differ in shape.
-        """
+        """Forward and backward of all micro-batches. Collective over the pipeline."""
         forms = {tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(batch)) for batch in batches}
         if len(forms) > 1:
             raise UnsupportedError("pytorch_pp: torch's stages take micro-batches of one shape alone; take tp")
@@ -94,11 +90,7 @@ class TorchPipeline:
 
 
 def cut_by_torch(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
-    """Cut `module` as the hand-written pipeline does, and let torch run it.
-
-    Raises:
-        UnsupportedError: it cannot be cut so, or two stages share a weight.
-    """
+    """Cut `module` as the hand-written pipeline does, and let torch run it."""
     parts, group = parallelize_for(module, config, groups, device), groups.pipeline
     assert isinstance(parts.pipeline, Pipeline) and group is not None, "the mesh has stages"
     for names in parts.aliases.items():

@@ -59,11 +59,7 @@ NOTHING_TO_CUT: MeshRefusal = (
 def parallelize_by_torch(
     module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device
 ) -> ModelParallel:
-    """Replace parameters by `DTensor`s, cut as the hand-written plan says.
-
-    Raises:
-        UnsupportedError: DTensor has no style for a layer of the plan.
-    """
+    """Replace parameters by `DTensor`s, cut as the hand-written plan says."""
     if config.plan:
         raise UnsupportedError("--plan: PyTorch's own takes the built-in plans alone; take tp or zero1 to zero3")
     require_own_memory(module)
@@ -105,11 +101,7 @@ def parallelize_by_torch(
 
 
 def require_even_sequences(size: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Check that sequences can be cut over so many ranks: torch's ranks would expect parts of one size.
-
-    Raises:
-        UnsupportedError: they cannot.
-    """
+    """Check that sequences can be cut over so many ranks: torch's ranks would expect parts of one size."""
     tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     if tokens.shape[1] % size:
         raise UnsupportedError(

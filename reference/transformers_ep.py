@@ -37,11 +37,7 @@ STYLES = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "grouped_
 def parallelize_by_transformers(
     module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device
 ) -> ModelParallel:
-    """Only look at the model: the strategy cuts it, when rank 0's parameters have come.
-
-    Raises:
-        UnsupportedError: it cannot be cut so.
-    """
+    """Only look at the model: the strategy cuts it, when rank 0's parameters have come."""
     shared_mixtures(module, groups.mesh.degree(EXPERT))
     if config.router_bias is not None or config.router_scores == SIGMOID:
         raise UnsupportedError(

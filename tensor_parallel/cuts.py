@@ -19,9 +19,6 @@ def cut_evenly(
     Args:
         name, kind: Of the layer and of its entries, for errors.
         shares: With fewer heads than ranks, several ranks may hold the same head.
-
-    Raises:
-        UnsupportedError: heads do not divide evenly, or there are fewer entries than ranks.
     """
     unit, remainder = divmod(length, heads) if heads else (1, 0)
     if remainder:
@@ -52,11 +49,7 @@ def weight_of(layer: nn.Module) -> nn.Parameter:
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as in GPT-2.
-
-    Raises:
-        UnsupportedError: it is no linear layer.
-    """
+    """Whether the weight is (inputs, outputs), as in GPT-2."""
     if type(layer) is nn.Linear:
         return False
     if type(layer).__name__ == "Conv1D":
@@ -77,11 +70,7 @@ class CutParameters:
         self._parts: dict[torch.Tensor, tuple[Cut, nn.Parameter]] = {}  # by whole parameter
 
     def cut(self, layer: nn.Module, path: str, name: str, cut: Cut) -> nn.Parameter | None:
-        """Replace a parameter of `layer` by this rank's part. `path`: the layer's name. None if it has no such one.
-
-        Raises:
-            UnsupportedError: it is tied to one that is cut in another way.
-        """
+        """Replace a parameter of `layer` by this rank's part. `path`: the layer's name. None if it has no such one."""
         whole = layer._parameters[name]
         if whole is None:
             return None

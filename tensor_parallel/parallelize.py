@@ -65,9 +65,6 @@ def parallelize(
 
     Returns:
         What a strategy over `groups.data` must know of it.
-
-    Raises:
-        UnsupportedError: a layer cannot be cut over so many ranks, or the plan does not fit the module.
     """
     require_own_memory(module)
     ranks = Ranks(groups.tensor, device, sequence_parallel)

@@ -137,11 +137,7 @@ BY_MODEL_TYPE: Mapping[str, Callable[[Any, int], Plan]] = {
 
 
 def plan_of(module: nn.Module, size: int) -> Plan:
-    """The plan of a model of transformers, to cut it over `size` ranks.
-
-    Raises:
-        UnsupportedError: none is known for it.
-    """
+    """The plan of a model of transformers, to cut it over `size` ranks."""
     config = getattr(module, "config", None)
     kind = getattr(config, "model_type", type(module).__name__)
     if kind not in BY_MODEL_TYPE:
@@ -156,11 +152,7 @@ STAGES = "stages"
 
 
 def read_plan(path: Path) -> Plan:
-    """A plan from a TOML file: `"layers.*.wq" = "column"`, or `{ style = "column", heads = 8 }`.
-
-    Raises:
-        UserError: it cannot be read; names the line of the plan.
-    """
+    """A plan from a TOML file: `"layers.*.wq" = "column"`, or `{ style = "column", heads = 8 }`."""
     content = settings_in(path, "--plan")
     return {pattern: _style(path, pattern, value) for pattern, value in content.items() if pattern != STAGES}
 
@@ -180,11 +172,7 @@ def _style(path: Path, pattern: str, value: Any) -> Style:
 
 
 def matched(module: nn.Module, plan: Plan) -> dict[str, Style]:
-    """The style of each module that the plan names.
-
-    Raises:
-        UnsupportedError: two patterns match one module, or a pattern matches none.
-    """
+    """The style of each module that the plan names."""
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     for pattern in plan:
         if not any(matches(name, pattern) for name in names):

@@ -179,9 +179,6 @@ def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[Range
 
     Returns:
         Parts in order, without gap or overlap. `which` is the number of a range, from whose start the others count.
-
-    Raises:
-        ValueError: names the first missing element.
     """
     parts, position = [], start
     for index, (first, last) in sorted(enumerate(ranges), key=lambda item: item[1]):

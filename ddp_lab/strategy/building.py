@@ -38,9 +38,6 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
 def bring_to(module: nn.Module, precision: str) -> None:
     """For `bf16-true`, make the parameters of `module` bf16, and what it and its blocks are called with. Nothing where
     they are. Buffers stay: angles of rotary embeddings are read as positions times frequencies, which bf16 mixes up.
-
-    Raises:
-        UnsupportedError: a part of the module takes no parameters of another dtype than its buffers.
     """
     dtype = DTYPES[precision]
     castable = [p for p in module.parameters() if p.is_floating_point() and p.dtype != dtype]
@@ -77,11 +74,7 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def prepared(
     module: nn.Module, options: StrategyOptions, group: dist.ProcessGroup, shards: bool
 ) -> "tuple[LossScaler | None, CompiledBlocks | None]":
-    """Refuse what no strategy can train, then change the module as `options` say. Collective.
-
-    Raises:
-        UnsupportedError: says what cannot be trained, or what an option needs.
-    """
+    """Refuse what no strategy can train, then change the module as `options` say. Collective."""
     require_readable(module)
     require_supported_parameters(module)
     bring_to(module, options.precision)
@@ -121,12 +114,7 @@ def watch_over(leaves: Mapping[str, Tensor]) -> GradientWatch:
 
 
 def require_supported_parameters(module: nn.Module) -> None:
-    """Refuse what no strategy here can train.
-
-    Raises:
-        UnsupportedError: no parameter is trainable; one has no shape, or sparse or complex gradients; or forward
-            changes one.
-    """
+    """Refuse what no strategy here can train."""
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not names:
         raise UnsupportedError("the module has no trainable parameter")
@@ -146,11 +134,7 @@ def require_supported_parameters(module: nn.Module) -> None:
 
 
 def require_own_memory(module: nn.Module) -> None:
-    """Refuse parameters that lie where another parameter or a buffer does, which would come apart where they are cut.
-
-    Raises:
-        UnsupportedError: names both. At least one of them trains.
-    """
+    """Refuse parameters that lie where another or a buffer does, which would come apart where they are cut."""
     named = [*module.named_parameters(), *((f"buffer {name}", buffer) for name, buffer in module.named_buffers())]
     spans = [
         (tensor.untyped_storage()._cdata, *_span(tensor), name, tensor) for name, tensor in named if tensor.numel()
@@ -184,11 +168,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def require_castable(module: nn.Module, flag: str = "--param-dtype") -> None:
-    """Refuse modules that take no parameters of another dtype than their buffers.
-
-    Raises:
-        UnsupportedError: names one that keeps running statistics, such as BatchNorm.
-    """
+    """Refuse modules that take no parameters of another dtype than their buffers."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.running_mean is not None:
             raise UnsupportedError(
@@ -218,11 +198,8 @@ def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device:
 
 
 def require_none_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
-    """Check that no parameter trains that was frozen when the strategy was built.
-
-    Raises:
-        UnsupportedError: names one. Its gradient would stay on this rank.
-    """
+    """Check that no parameter trains that was frozen when the strategy was built: its gradient would stay on one
+    rank."""
     for name, parameter in frozen.items():
         if parameter.requires_grad:
             raise UnsupportedError(

@@ -46,11 +46,7 @@ class Supports:
     mesh_refusals: tuple[MeshRefusal, ...] = ()
 
     def require(self, options: "StrategyOptions") -> None:
-        """Check that the strategy can do what `options` ask for.
-
-        Raises:
-            UnsupportedError: names the flag that it cannot.
-        """
+        """Check that the strategy can do what `options` ask for."""
         part, colon, _ = (options.offload or "").partition(":")
         takes = {name: getattr(self, name) for name in ("compress", "compile", "param_dtype")}
         takes["offload"] = {part, colon} <= self.offload | {""}
@@ -66,11 +62,7 @@ class Supports:
                 raise UnsupportedError(message)
 
     def require_mesh(self, mesh: "Mesh | None") -> None:
-        """Check that the strategy can train over `mesh`; None: all ranks see different samples.
-
-        Raises:
-            UnsupportedError: says what it needs.
-        """
+        """Check that the strategy can train over `mesh`; None: all ranks see different samples."""
         degrees = mesh.degrees if mesh else {}
         if "replicate" in degrees and not self.replicas:
             raise UnsupportedError(NO_REPLICAS)

@@ -26,11 +26,7 @@ FLAG = "--loss-chunks"
 
 
 def chunk_loss(module: nn.Module, chunks: int) -> None:
-    """Let the language model in `module` compute head and loss in so many parts. Names of parameters stay.
-
-    Raises:
-        UnsupportedError: it has none of transformers', or a head or a loss of its own kind.
-    """
+    """Let the language model in `module` compute head and loss in so many parts. Names of parameters stay."""
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
 

@@ -29,11 +29,7 @@ NEEDED = "install one (Debian, Ubuntu: apt-get install g++), or train without --
 
 
 def require_compiler(device: torch.device) -> None:
-    """Check that torch.compile can make code for `device` here.
-
-    Raises:
-        UserError: says what is missing.
-    """
+    """Check that torch.compile can make code for `device` here."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

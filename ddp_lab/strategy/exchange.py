@@ -172,10 +172,6 @@ class Exchange:
     def global_batch(self, counts: Counts, step: int) -> GlobalBatch:
         """The global batch of `step`, which begins: as announced in the previous step, or gathered now. `counts`: this
         rank's.
-
-        Raises:
-            OneRankError: this rank announced other counts.
-            UnsupportedError: they hold nothing, or a rank has nothing to run.
         """
         (announced, rows), self.announced = self.announced or (UNKNOWN, []), None
         if not announced.flags & IS_UNKNOWN and announced[:2] != counts[:2]:

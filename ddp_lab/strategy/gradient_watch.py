@@ -79,11 +79,7 @@ class GradientWatch:
             self._taken_keys.clear()
 
     def look(self, trigger: Tensor | None = None) -> None:
-        """Take up the gradients that have come since the last look. `trigger`: the parameter whose hook looks.
-
-        Raises:
-            OneRankError: a parameter got a second gradient, and `takes_one`.
-        """
+        """Take up the gradients that have come since the last look. `trigger`: the parameter whose hook looks."""
         arrived = self._arrived.copy()
         self._arrived.clear()
         keys = [*map(id, arrived)]
@@ -193,11 +189,7 @@ def given_gradient() -> OneRankError:
 
 
 def refuse_graph_of_backward() -> None:
-    """For a hook on an output, where weights are freed before a backward pass through this one could read them.
-
-    Raises:
-        OneRankError: This backward pass makes a graph, too.
-    """
+    """For a hook on an output, where weights are freed before a backward pass through this one could read them."""
     if torch.is_grad_enabled():
         raise OneRankError(
             "backward with create_graph=True needs weights that sharded parameters free too early; use zero1, zero2 or "

@@ -207,11 +207,7 @@ class Loop(Progress, ABC):
         self._is_open, self._is_done = False, True
 
     def update(self) -> None:
-        """Run the optimizer.
-
-        Raises:
-            RuntimeError: no step has had its last micro-batch, so gradients are not those of all ranks.
-        """
+        """Run the optimizer."""
         strategy = self._strategy
         if not self._is_done:
             raise RuntimeError(

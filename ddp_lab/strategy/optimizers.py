@@ -14,11 +14,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def checked(make_optimizer: MakeOptimizer) -> MakeOptimizer:
-    """The same function; it refuses an optimizer over parameters that it was not given, which would train in vain.
-
-    Raises:
-        UnsupportedError: `make_optimizer` is no function.
-    """
+    """The same function; it refuses an optimizer over parameters that it was not given, which would train in vain."""
     if not callable(make_optimizer):
         raise UnsupportedError(
             f"make_optimizer is of type {type(make_optimizer).__name__}; give a function of the parameters, such as "
@@ -62,9 +58,6 @@ def require_elementwise(optimizer: torch.optim.Optimizer, is_vouched_for: bool) 
 
     Args:
         is_vouched_for: The user says that it does not (`StrategyOptions.elementwise`).
-
-    Raises:
-        UnsupportedError: it is none of `ELEMENTWISE`, or its step is not that of its class alone.
     """
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
     if is_vouched_for or (type(optimizer) in ELEMENTWISE and not hooks):
@@ -88,9 +81,6 @@ def hand_over(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Opt
 
     Thus `make_optimizer` sees whole parameters, and may group them by name, shape or attribute. Those without a part
     leave the optimizer; all groups stay, so that every rank has the same.
-
-    Raises:
-        UnsupportedError: a state has copied values from a parameter while it was sharded.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -143,11 +133,7 @@ def _own_state(name: str, value: Any, parameter: nn.Parameter, part: OptimizerPa
 
 
 def require_given_up(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Check that an optimizer that was handed parts keeps none of the whole parameters elsewhere.
-
-    Raises:
-        UnsupportedError: names one that an attribute or a hook holds.
-    """
+    """Check that an optimizer that was handed parts keeps none of the whole parameters elsewhere."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for item in _reachable(optimizer):
         if id(item) in names:

@@ -63,10 +63,6 @@ def checkpoint_activations(module: nn.Module, setting: str) -> None:
     The method is replaced, and no module is put around the block: so keys of the state dict stay the same, and hooks on
     the block run in the first forward pass alone. A strategy that gathers parameters in such hooks does not gather them
     again.
-
-    Raises:
-        UnsupportedError: the module has no blocks, keeps keys and values of earlier tokens, or computes blocks again
-            by itself.
     """
     if setting == NO_RECOMPUTATION:
         return

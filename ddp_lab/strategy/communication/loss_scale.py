@@ -36,12 +36,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, module: nn.Module, options: StrategyOptions) -> "LossScaler":
-        """The one that `options` ask for.
-
-        Raises:
-            UnsupportedError: A gradient would be in fp16, where dividing it by the scale would lose what the scale has
-                kept.
-        """
+        """The one that `options` ask for."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype == torch.float16:
                 raise UnsupportedError(f"{FP16} trains fp32 parameters, and {name} is fp16: call .float()")
