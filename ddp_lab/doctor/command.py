@@ -61,8 +61,10 @@ def main(arguments: Sequence[str]) -> int:
         Report(Console(highlight=False), findings, complaints, inputs, live, options.all).write()
     if findings:
         return FOUND
-    open_ones = [one for one in complaints if not (one.meaning and one.meaning.is_harmless)]
-    return UNEXPLAINED if open_ones else 1 if inputs.problems else 0
+    open_complaints = [
+        complaint for complaint in complaints if not (complaint.meaning and complaint.meaning.is_harmless)
+    ]
+    return UNEXPLAINED if open_complaints else 1 if inputs.problems else 0
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -43,8 +43,10 @@ def compare(dumps: Sequence[Dump]) -> list[Divergence]:
     Groups of different ranks are different, even if they have one name.
     """
     groups = dict.fromkeys((group, dump.members.get(group)) for dump in dumps for group in dump.by_group)
-    found = [divergence for group, members in groups if (divergence := _compare_group(group, members or None, dumps))]
-    return sorted(found, key=lambda divergence: (KINDS.index(divergence.what), divergence.time_s))
+    divergences = [
+        divergence for group, members in groups if (divergence := _compare_group(group, members or None, dumps))
+    ]
+    return sorted(divergences, key=lambda divergence: (KINDS.index(divergence.what), divergence.time_s))
 
 
 def evidence(divergence: Divergence, dumps: Sequence[Dump]) -> list[Line]:
@@ -52,11 +54,11 @@ def evidence(divergence: Divergence, dumps: Sequence[Dump]) -> list[Line]:
     lines = []
     for dump in sorted(dumps, key=lambda dump: dump.rank):
         call = divergence.calls.get(dump.rank)
-        own = list(dump.by_group.get(divergence.group, {}).values())
+        calls_here = list(dump.by_group.get(divergence.group, {}).values())
         if call:
             text = f"rank {dump.rank}: seq {call.seq} {call.what}, {call.state}"
-        elif own and dump.rank in divergence.ranks:
-            last = max(own, key=lambda other: other.seq)
+        elif calls_here and dump.rank in divergence.ranks:
+            last = max(calls_here, key=lambda other: other.seq)
             text = f"rank {dump.rank}: last call is seq {last.seq} {last.what}"
         elif dump.rank in divergence.ranks:
             text = f"rank {dump.rank}: no collective in this group"
@@ -109,8 +111,8 @@ def _differ(group: str, seq: int, calls: dict[int, Call]) -> Divergence:
     return Divergence("differ", group, seq, calls, fewest, time_s, [sentence])
 
 
-def _last(rank: int, own: dict[int, Call]) -> str:
-    last = own[max(own)] if own else None
+def _last(rank: int, calls: dict[int, Call]) -> str:
+    last = calls[max(calls)] if calls else None
     return f"The last that rank {rank} issued is {f'collective {last.seq}, {last.what}' if last else 'none'}."
 
 

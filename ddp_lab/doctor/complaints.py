@@ -55,7 +55,7 @@ class Complaint:
     @property
     def meaning(self) -> Meaning | None:
         """What the source of NCCL or torch says of it, if that is known."""
-        return next((one for one in all_meanings() if re.search(one.pattern, self.text)), None)
+        return next((meaning for meaning in all_meanings() if re.search(meaning.pattern, self.text)), None)
 
     @property
     def summary(self) -> str:
@@ -70,20 +70,22 @@ def unexplained(facts: Facts, findings: Sequence[Finding]) -> list[Complaint]:
     """The complaints of which no finding quotes a line: by kind, then in the order of the log."""
     explained = {_alike(line.text) for finding in findings for line in finding.lines + finding.explained}
     ranks = {line: process.rank for process in facts.processes for line in process.warnings}
-    found: dict[tuple[str, str], Complaint] = {}
-    for kind, said, line, where in facts.complaints:
-        new = Complaint(kind, said, [], where=where)
-        same = new.meaning.says if kind == END and new.meaning else _alike(said)
-        complaint = found.setdefault((kind, same), new)
+    complaints: dict[tuple[str, str], Complaint] = {}
+    for kind, text, line, where in facts.complaints:
+        new = Complaint(kind, text, [], where=where)
+        key = new.meaning.says if kind == END and new.meaning else _alike(text)
+        complaint = complaints.setdefault((kind, key), new)
         complaint.lines.append(line)
         match = JOB_RANK.search(line.text)
         rank = int(match[1]) if match else ranks.get(line)
         if rank is not None:
             complaint.ranks.add(rank)
-    left = [
-        one for one in found.values() if not explained & {_alike(one.text), *(_alike(line.text) for line in one.lines)}
+    unquoted = [
+        complaint
+        for complaint in complaints.values()
+        if not explained & {_alike(complaint.text), *(_alike(line.text) for line in complaint.lines)}
     ]
-    return sorted(left, key=lambda complaint: KINDS.index(complaint.kind))
+    return sorted(unquoted, key=lambda complaint: KINDS.index(complaint.kind))
 
 
 def _alike(text: str) -> str:

@@ -22,13 +22,17 @@ class Finding:
 
 def diagnose(facts: Facts) -> list[Finding]:
     """All findings, the verdict first; empty if no rule applies."""
-    found = [finding for rule in all_rules() if (finding := _apply(rule, facts))]
+    findings = [finding for rule in all_rules() if (finding := _apply(rule, facts))]
     kinds, sure = list(KINDS), [*CONFIDENCES, None]
-    found.sort(key=lambda each: (kinds.index(each.rule.kind), sure.index(each.rule.confidence)))  # stable: then by file
-    for raised in (one for one in found if one.rule.predicate == "program_exception"):
-        named = next((one for one in found if one is not raised and {*raised.lines} <= {*one.lines}), raised)
+    findings.sort(
+        key=lambda finding: (kinds.index(finding.rule.kind), sure.index(finding.rule.confidence))
+    )  # stable: then by file
+    for raised in (finding for finding in findings if finding.rule.predicate == "program_exception"):
+        named = next(
+            (finding for finding in findings if finding is not raised and {*raised.lines} <= {*finding.lines}), raised
+        )
         named.details[:] = named.details or raised.details  # which rank raised what a rule names, and where
-    return [one for index, one in enumerate(found) if not _says_less(one, found[:index])]
+    return [finding for index, finding in enumerate(findings) if not _says_less(finding, findings[:index])]
 
 
 def _apply(rule: Rule, facts: Facts) -> Finding | None:
@@ -73,8 +77,8 @@ _NVIDIA = re.compile(r"nvidia|dcgmi|compute-sanitizer|TORCH_CUDA_ARCH|GPU-UUID")
 def advice(rule: Rule, facts: Facts) -> list[tuple[str, list[str]]]:
     """Commands with a heading, for this machine, its GPUs and this program; both kinds if it is unknown whether it is
     virtual."""
-    found = _advice(rule, facts)
-    return [(heading, list(filter(None, map(_for_hip, of)))) for heading, of in found] if facts.is_hip else found
+    advices = _advice(rule, facts)
+    return [(heading, list(filter(None, map(_for_hip, of)))) for heading, of in advices] if facts.is_hip else advices
 
 
 def _for_hip(command: str) -> str | None:
@@ -84,9 +88,9 @@ def _for_hip(command: str) -> str | None:
 
 
 def _advice(rule: Rule, facts: Facts) -> list[tuple[str, list[str]]]:
-    own = [("In this project", rule.own)] if rule.own and facts.is_own_run else []
+    in_project = [("In this project", rule.own)] if rule.own and facts.is_own_run else []
     if not rule.in_vm:
-        return [("Try", rule.to_try), *own]
+        return [("Try", rule.to_try), *in_project]
     if facts.is_virtual is None:
-        return [("Try, on bare metal", rule.to_try), ("Try, in a virtual machine", rule.in_vm), *own]
-    return [("Try, in a virtual machine", rule.in_vm) if facts.is_virtual else ("Try", rule.to_try), *own]
+        return [("Try, on bare metal", rule.to_try), ("Try, in a virtual machine", rule.in_vm), *in_project]
+    return [("Try, in a virtual machine", rule.in_vm) if facts.is_virtual else ("Try", rule.to_try), *in_project]

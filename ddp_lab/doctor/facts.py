@@ -78,7 +78,7 @@ class Facts:
     @cached_property
     def complaints(self) -> list[Said]:
         """What the texts complain of, of each text by kind and then in its order."""
-        return [said for text in self.texts for said in read_complaints(text)]
+        return [complaint for text in self.texts for complaint in read_complaints(text)]
 
     @cached_property
     def failures(self) -> list[Line]:
@@ -117,8 +117,12 @@ class Facts:
     def hung_early(self) -> list[Line]:
         """Evidence that one of the first collectives of a group never ended; empty if there is none."""
         lines = [timeout.line for timeout in self.timeouts if timeout.seq is not None and timeout.seq <= EARLY]
-        stuck = [found for found in self.divergences if found.what == "stuck" and found.seq <= EARLY]
-        return lines + [Line(self.dumps[0].path, 0, sentence) for found in stuck for sentence in found.sentences]
+        stuck = [
+            divergence for divergence in self.divergences if divergence.what == "stuck" and divergence.seq <= EARLY
+        ]
+        return lines + [
+            Line(self.dumps[0].path, 0, sentence) for divergence in stuck for sentence in divergence.sentences
+        ]
 
     @property
     def is_own_run(self) -> bool:

@@ -22,7 +22,7 @@ def process_table(processes: Sequence[Process]) -> Table:
     for name in ("rank", "host", "NCCL", "network", "interface", "transports", "GDR", "warnings"):
         table.add_column(name)
     for process in processes[:MOST_ROWS]:
-        transports = sorted({name for found in process.transports.values() for name in found})
+        transports = sorted({name for names in process.transports.values() for name in names})
         cells = (
             "?" if process.rank is None else str(process.rank),
             process.host,
@@ -62,8 +62,8 @@ def in_words(topology: Topology) -> list[str]:
     sentences = []
     for gpu in topology.gpus if topology.nics else []:
         best = topology.best_nics(gpu)
-        others = f" ({', '.join(best[1:])} as near)" if len(best) > 1 else ""
-        sentences.append(f"{gpu}: nearest network card {best[0]}{others}" if best else f"{gpu}: no card near")
+        also = f" ({', '.join(best[1:])} as near)" if len(best) > 1 else ""
+        sentences.append(f"{gpu}: nearest network card {best[0]}{also}" if best else f"{gpu}: no card near")
     pairs = topology.pairs_across_numa()
     names = ", ".join(f"{a}-{b}" for a, b in pairs[:12])
     more = f" and {len(pairs) - 12} more" if len(pairs) > 12 else ""
@@ -92,8 +92,8 @@ def write_live(console: Console, live: Live) -> None:
     for rank in ranks:
         table.add_column(str(rank), justify="right")
     pairs = {pair.ranks: pair for pair in live.pairs}
-    for one in ranks:
-        row = [pairs.get((min(one, other), max(one, other))) for other in ranks]
+    for row_rank in ranks:
+        row = [pairs.get((min(row_rank, other), max(row_rank, other))) for other in ranks]
         cells = [Styled(f"{pair.time_ms:.2f}", style="red" * pair.is_slow) if pair else "" for pair in row]
-        table.add_row(str(one), *cells)
+        table.add_row(str(row_rank), *cells)
     print_matrix(console, table)

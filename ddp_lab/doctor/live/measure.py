@@ -27,7 +27,7 @@ def measure_pairs(device: str, timeout_s: float) -> list[Pair]:
     Raises:
         UserError: the ranks could not join, or this rank got no answer within `timeout_s`; says in which pair.
     """
-    own: dict[tuple[int, int], float] = {}
+    times: dict[tuple[int, int], float] = {}
     where = "joins the others"
     try:
         if device == "cuda":
@@ -40,11 +40,11 @@ def measure_pairs(device: str, timeout_s: float) -> list[Pair]:
             where = f"measures ranks {pair[0]} and {pair[1]}" if rank in pair else f"waits for ranks {pair}"
             group = dist.new_group(list(pair), timeout=datetime.timedelta(seconds=timeout_s))
             if rank in pair and isinstance(group, dist.ProcessGroup):
-                own[pair] = milliseconds(data, group)
+                times[pair] = milliseconds(data, group)
                 dist.destroy_process_group(group)
             host_barrier()  # the next pair must have the links to itself
         where, gathered = "collects the times", list[Any]([None] * ranks)
-        dist.all_gather_object(gathered, (own, os.uname().nodename))
+        dist.all_gather_object(gathered, (times, os.uname().nodename))
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"rank {os.environ['RANK']} {where}: {reason}") from None

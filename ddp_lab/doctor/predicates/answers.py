@@ -30,9 +30,9 @@ def inspector_straggler(facts: Facts) -> Match | None:
     """In most collectives of a communicator one rank is for a much shorter time than the others."""
     calls: dict[str, dict[tuple[str, int], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     paths = {}
-    for one in facts.timed:
-        calls[one.communicator][one.kind, one.number][one.rank] = one.us
-        paths[one.communicator, one.rank] = one.path
+    for call in facts.timed:
+        calls[call.communicator][call.kind, call.number][call.rank] = call.us
+        paths[call.communicator, call.rank] = call.path
     for communicator, of_group in calls.items():
         ranks = {rank for times in of_group.values() for rank in times}
         whole = [times for times in of_group.values() if len(times) == len(ranks) > 1]
@@ -40,13 +40,16 @@ def inspector_straggler(facts: Facts) -> Match | None:
             continue
         shortest = Counter(min(times, key=lambda rank: times[rank]) for times in whole)
         rank, count = shortest.most_common(1)[0]
-        own = statistics.median(times[rank] for times in whole)
-        others = statistics.median(statistics.median(us for r, us in times.items() if r != rank) for times in whole)
-        if count >= MOSTLY * len(whole) and others >= LONGER * own:
-            said = f"rank {rank}: median {own:,.0f} us in {len(whole)} collectives of communicator "
-            said += f"{printable(communicator)}; the others {others:,.0f} us"
+        median = statistics.median(times[rank] for times in whole)
+        others_median = statistics.median(
+            statistics.median(us for r, us in times.items() if r != rank) for times in whole
+        )
+        if count >= MOSTLY * len(whole) and others_median >= LONGER * median:
+            sentence = f"rank {rank}: median {median:,.0f} us in {len(whole)} collectives of communicator "
+            sentence += f"{printable(communicator)}; the others {others_median:,.0f} us"
             what = f"Rank {rank} is the shortest in {count} of {len(whole)}: it comes last, and the others wait for it "
             return Match(
-                [Line(paths[communicator, rank], 0, said)], [f"{what}{others - own:,.0f} us in the middle one."]
+                [Line(paths[communicator, rank], 0, sentence)],
+                [f"{what}{others_median - median:,.0f} us in the middle one."],
             )
     return None

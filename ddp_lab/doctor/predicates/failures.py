@@ -53,7 +53,7 @@ _CONNECTED = re.compile(r"\[c10d\b[^\]\n]{0,12}\] The client socket has connecte
 def program_exception(facts: Facts) -> Match | None:
     """The exception of the program that ended a rank before anything of the communication failed, and who raised it."""
     consequences = _numbers_by_path(
-        facts.hangs + [said.line for said in facts.complaints if _COMMUNICATION.search(said.text)]
+        facts.hangs + [complaint.line for complaint in facts.complaints if _COMMUNICATION.search(complaint.text)]
     )
     ends = _numbers_by_path(line for line in facts.failures if "Traceback" not in line.text)
     exceptions = defaultdict[str, list[Said]](list)
@@ -61,54 +61,58 @@ def program_exception(facts: Facts) -> Match | None:
         if complaint.kind == EXCEPTION:
             exceptions[complaint.line.path].append(complaint)
     for text in facts.texts:
-        own = exceptions[text.path]
-        ignored = _ignored(text, own)
-        own = [s for s in own if s.line.number not in ignored and not _COMMUNICATION.search(s.text)]
+        raised = exceptions[text.path]
+        ignored = _ignored(text, raised)
+        raised = [s for s in raised if s.line.number not in ignored and not _COMMUNICATION.search(s.text)]
         failed = min(ends[text.path], default=None)
         end = text.lines[-1].number if text.lines and failed is None else failed or 0
         last = min((number for number in consequences[text.path] if number > end - SOON), default=end)
-        said = _that_ended(text, [said for said in own if said.line.number <= last], failed, ignored)
-        if said:
-            lines = [each.line.text for each in own if each.text == said.text]
+        last_raised = _that_ended(
+            text, [complaint for complaint in raised if complaint.line.number <= last], failed, ignored
+        )
+        if last_raised:
+            lines = [complaint.line.text for complaint in raised if complaint.text == last_raised.text]
             ranks = {int(match[1]) for line in lines if (match := JOB_RANK.search(line))}
             who = f"{ranks_in_words(ranks).capitalize()} raised" if ranks else "It is"
-            where = f", in {said.where}" if said.where else ""
-            return Match([said.line], [f"{who} {said.text[:200].rstrip('.')}{where}."])
+            where = f", in {last_raised.where}" if last_raised.where else ""
+            return Match([last_raised.line], [f"{who} {last_raised.text[:200].rstrip('.')}{where}."])
     return None
 
 
 def _numbers_by_path(lines: Iterable[Line]) -> defaultdict[str, list[int]]:
     """The numbers of these lines in each text, in order."""
-    found = defaultdict[str, list[int]](list)
+    numbers = defaultdict[str, list[int]](list)
     for path, number in sorted((line.path, line.number) for line in lines):
-        found[path].append(number)
-    return found
+        numbers[path].append(number)
+    return numbers
 
 
-def _ignored(text: Text, own: Sequence[Said]) -> set[int]:
+def _ignored(text: Text, exceptions: Sequence[Said]) -> set[int]:
     """Numbers of the lines that Python writes of an error while an object is removed: it ends nothing."""
-    raised = sorted(said.line.number for said in own)
+    raised = sorted(exception.line.number for exception in exceptions)
     begins = [line.number for line in text.search(_IGNORED)]
     ends = [raised[at] if (at := bisect(raised, begin)) < len(raised) else begin for begin in begins]
     blocks = (range(b, e + 1) for b, e in zip(begins, ends, strict=True) if e - b < SOON)
     return {number for block in blocks for number in block}
 
 
-def _that_ended(text: Text, own: Sequence[Said], failed: int | None, ignored: set[int]) -> Said | None:
+def _that_ended(text: Text, exceptions: Sequence[Said], failed: int | None, ignored: set[int]) -> Said | None:
     """Of exceptions in the order of the text the first that a rank did not survive: by torch's prefix of uncaught ones,
     the line at which the job `failed`, or the end of the text."""
-    if uncaught := [said for said in own if JOB_RANK.search(said.line.text)]:
+    if uncaught := [exception for exception in exceptions if JOB_RANK.search(exception.line.text)]:
         return uncaught[0]
-    if not own:
+    if not exceptions:
         return None
-    after = sum(line.number > own[-1].line.number and line.number not in ignored for line in text.lines)
+    after = sum(line.number > exceptions[-1].line.number and line.number not in ignored for line in text.lines)
     if failed is None and after > NOTHING_MORE:
         return None
     chained = [line.number for line in text.search(_CHAINED)]
-    last = len(own) - 1
-    while last and bisect(chained, own[last - 1].line.number) < bisect_left(chained, own[last].line.number):
+    last = len(exceptions) - 1
+    while last and bisect(chained, exceptions[last - 1].line.number) < bisect_left(
+        chained, exceptions[last].line.number
+    ):
         last -= 1  # the first of a chain is the reason of the others
-    return own[last]
+    return exceptions[last]
 
 
 def out_of_memory(facts: Facts) -> Match | None:
@@ -128,7 +132,7 @@ def _not_survived(facts: Facts, pattern: re.Pattern[str], unless: re.Pattern[str
     for text in facts.texts:
         failed = failures[text.path]
         for index, line in text.find(pattern):
-            if unless and unless.search(" ".join(each.text.strip() for each in text.lines[index : index + 3])):
+            if unless and unless.search(" ".join(near.text.strip() for near in text.lines[index : index + 3])):
                 continue
             is_last = line.number > text.lines[-1].number - LAST_LINES
             fails_soon = bisect_left(failed, line.number) < bisect(failed, line.number + SOON)
@@ -143,14 +147,14 @@ def _survived(text: Text, index: int) -> bool:
 
 
 def store_barrier_too_many(facts: Facts) -> Match | None:
-    return _barrier(facts, lambda said, size, came: came > size)
+    return _barrier(facts, lambda wording, size, came: came > size)
 
 
 def store_barrier_too_few(facts: Facts) -> Match | None:
     """Ranks gave up, or the log ends while they wait."""
-    if found := _barrier(facts, lambda said, size, came: said == "Timed out" and came < size):
-        return found
-    waits = _barrier(facts, lambda said, size, came: came < size)
+    if match := _barrier(facts, lambda wording, size, came: wording == "Timed out" and came < size):
+        return match
+    waits = _barrier(facts, lambda wording, size, came: came < size)
     is_over = facts.search(_COMPLETED) or store_barrier_too_many(facts)
     return waits if waits and not is_over and facts.ended_with(waits.lines) else None
 
@@ -180,12 +184,12 @@ def _ends(facts: Facts, pattern: re.Pattern[str]) -> Match | None:
 
 
 def _barrier(facts: Facts, is_wrong: Callable[[str, int, int], bool]) -> Match | None:
-    found: dict[Line, re.Match[str]] = {}
+    matches: dict[Line, re.Match[str]] = {}
     for line in facts.search(_BARRIER):
         match = _BARRIER.search(line.text)
         if match and is_wrong(match[1], int(match[3]), int(match[4])):
-            found[line] = match
-    if not found:
+            matches[line] = match
+    if not matches:
         return None
-    match = max(found.values(), key=lambda each: int(each[4]))
-    return Match(list(found), [f"{match[4]} processes came to the barrier of {match[3]} ranks."])
+    match = max(matches.values(), key=lambda match: int(match[4]))
+    return Match(list(matches), [f"{match[4]} processes came to the barrier of {match[3]} ranks."])

@@ -35,9 +35,9 @@ def cumem_host(facts: Facts) -> Match | None:
     lines = facts.search(_NO_CUMEM)
     pids = {f"{p.host}:{p.pid}": p.host for p in facts.processes}
     fell = {name for line in lines for name in _PROCESS.findall(line.text)}
-    fallen, others = (Counter(pids[name] for name in names) for names in (pids.keys() & fell, pids.keys() - fell))
-    for host in sorted(fallen.keys() & others.keys()):
-        sentence = f"On {host}, {fallen[host]} processes fell back to /dev/shm and {others[host]} did not."
+    fallen, not_fallen = (Counter(pids[name] for name in names) for names in (pids.keys() & fell, pids.keys() - fell))
+    for host in sorted(fallen.keys() & not_fallen.keys()):
+        sentence = f"On {host}, {fallen[host]} processes fell back to /dev/shm and {not_fallen[host]} did not."
         return Match(lines, [sentence])
     versions = [_numbers(process.version) for process in facts.processes if process.version]
     failed = facts.search(_CUMEM_FAILURE)
@@ -69,8 +69,8 @@ def p2p_across_numa(facts: Facts) -> Match | None:
         for pair, transports in process.transports.items():
             gpus = [f"GPU{process.devices.get(rank, '')}" for rank in pair]
             for topology in facts.topologies:
-                known = all(gpu in topology.gpus for gpu in gpus) and gpus[0] != gpus[1]
-                if known and "P2P/CUMEM" in transports and topology.crosses_numa(*gpus):
+                in_topology = all(gpu in topology.gpus for gpu in gpus) and gpus[0] != gpus[1]
+                if in_topology and "P2P/CUMEM" in transports and topology.crosses_numa(*gpus):
                     link = topology.links[gpus[0]][gpus[1]]
                     sentence = f"{gpus[0]} and {gpus[1]} are linked by {link} and use P2P/CUMEM."
                     return Match([process.lines["P2P/CUMEM"], *facts.hung_early], [sentence])

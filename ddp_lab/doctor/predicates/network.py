@@ -102,10 +102,10 @@ def interface_not_here(facts: Facts) -> Match | None:
     details = []
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = facts.machine.environment.get(name, "")
-        wanted = [part.split(":")[0] for part in value.removeprefix("=").split(",") if part]
-        known = facts.machine.interfaces
-        if value and not value.startswith("^") and not any(i.startswith(w) for w in wanted for i in known):
-            details.append(f"{name}={value}, but this machine has {', '.join(known)}.")
+        names = [part.split(":")[0] for part in value.removeprefix("=").split(",") if part]
+        interfaces = facts.machine.interfaces
+        if value and not value.startswith("^") and not any(i.startswith(w) for w in names for i in interfaces):
+            details.append(f"{name}={value}, but this machine has {', '.join(interfaces)}.")
     return Match([], details) if details else None
 
 
@@ -128,19 +128,23 @@ def _unanswered(facts: Facts, fabric: str) -> Match | None:
     if not lines:
         return None
     roce, infiniband = facts.search(_ROCE_HERE), facts.search(_INFINIBAND_HERE)
-    here = "RoCE" if roce and not infiniband else "InfiniBand" if infiniband and not roce else "unknown"
-    return Match([*lines, *(roce or infiniband)[:1]] if here != "unknown" else lines) if here == fabric else None
+    fabric_here = "RoCE" if roce and not infiniband else "InfiniBand" if infiniband and not roce else "unknown"
+    return (
+        Match([*lines, *(roce or infiniband)[:1]] if fabric_here != "unknown" else lines)
+        if fabric_here == fabric
+        else None
+    )
 
 
 def closed_by_one_host(facts: Facts) -> Match | None:
     """Every connection that closed was one to the same host, of which there is no log: it is no victim like them."""
-    found = [(line, match[1]) for line in facts.search(_CLOSED) if (match := _CLOSED.search(line.text))]
-    hosts = {host for _, host in found}
+    closed = [(line, match[1]) for line in facts.search(_CLOSED) if (match := _CLOSED.search(line.text))]
+    hosts = {host for _, host in closed}
     mine = {process.host for process in facts.processes} | {""}
     if len(hosts) != 1 or mine & {host.split(".")[0] for host in hosts}:
         return None
     return Match(
-        [line for line, _ in found],
+        [line for line, _ in closed],
         [f"All connections that closed were to {printable(hosts.pop())}: look there first."],
     )
 

@@ -24,8 +24,8 @@ _PLACE = ("rank", "step", "phase", "collective")
 
 def different_collectives(facts: Facts) -> Match | None:
     """Ranks issued different collectives under one number of one group: by flight recorder, or by what timed out."""
-    if found := _divergence(facts, "differ"):
-        return found
+    if match := _divergence(facts, "differ"):
+        return match
     return _different([timeout for timeout in facts.timeouts if timeout.group is not None and timeout.in_job])
 
 
@@ -39,7 +39,7 @@ def _different(timeouts: list[Timeout]) -> Match | None:
     for timeout in timeouts:
         if _is_collective(timeout) and timeout.seq is not None and timeout.rank is not None:
             by_call[timeout.attempt, timeout.group, timeout.seq].append(timeout)
-    for (_, group, seq), of_call in sorted(by_call.items(), key=lambda each: str(each[0])):
+    for (_, group, seq), of_call in sorted(by_call.items(), key=lambda item: str(item[0])):
         if _are_several_groups(of_call):
             continue
         differing = {_call(timeout): timeout for timeout in of_call}
@@ -52,7 +52,7 @@ def _different(timeouts: list[Timeout]) -> Match | None:
 
 def _are_several_groups(members: Sequence[Timeout | Status]) -> bool:
     """Whether two ranks of the job have one rank in the group: then groups of one name are more than one."""
-    ranks = {(each.rank, each.local) for each in members if each.in_job}
+    ranks = {(member.rank, member.local) for member in members if member.in_job}
     return len({local for _, local in ranks}) < len({rank for rank, _ in ranks})
 
 
@@ -68,8 +68,8 @@ def _call(timeout: Timeout) -> tuple[str, str]:
 
 def rank_behind(facts: Facts) -> Match | None:
     """A rank never issued the collective that ran out of time on others: by flight recorder, or by the watchdog."""
-    if found := _divergence(facts, "behind"):
-        return found
+    if match := _divergence(facts, "behind"):
+        return match
     by_group: dict[tuple[int, str], list[Status]] = defaultdict(list)
     for status in facts.statuses:
         by_group[status.attempt, status.group].append(status)
@@ -121,8 +121,8 @@ def stuck_together(facts: Facts) -> Match | None:
 
 
 def _divergence(facts: Facts, what: str) -> Match | None:
-    found = next((divergence for divergence in facts.divergences if divergence.what == what), None)
-    return Match(evidence(found, facts.dumps), found.sentences) if found else None
+    divergence = next((divergence for divergence in facts.divergences if divergence.what == what), None)
+    return Match(evidence(divergence, facts.dumps), divergence.sentences) if divergence else None
 
 
 def stacks_differ(facts: Facts) -> Match | None:
@@ -143,7 +143,7 @@ def stacks_differ(facts: Facts) -> Match | None:
     details = [
         f"{', '.join(stack.name for stack in group[:8]).capitalize()}: "
         f"{printable(place or 'nothing more')}, and there in {printable(group[0].frames[0])}."
-        for place, group in sorted(places.items(), key=lambda each: len(each[1]))
+        for place, group in sorted(places.items(), key=lambda item: len(item[1]))
     ]
     return Match([stack.line for group in sorted(places.values(), key=len) for stack in group], details[:4])
 
@@ -157,14 +157,14 @@ def run_ended(facts: Facts) -> Match | None:
     if not ended.problem:
         return None
     where = [f"{name} {printable(str(value))}" for name in _PLACE if (value := getattr(ended, name)) is not None]
-    said = printable(ended.message or "no message")
+    message = printable(ended.message or "no message")
     line = Line(path, 0, f"ended: {printable(ended.how)}{': ' if where else ''}{', '.join(where)}")
-    return Match([line], [said])
+    return Match([line], [message])
 
 
 def watchdog_timeout(facts: Facts) -> Match | None:
     """Collectives that ran out of time, and the ranks that reported nothing: those are to be looked at first."""
-    ranks = {t.rank for t in facts.timeouts if t.rank is not None} | {one.rank for one in facts.gave_up}
+    ranks = {t.rank for t in facts.timeouts if t.rank is not None} | {given_up.rank for given_up in facts.gave_up}
     details = []
     if facts.timeouts:
         first = min(facts.timeouts, key=lambda timeout: timeout.seq or 0)
@@ -176,9 +176,9 @@ def watchdog_timeout(facts: Facts) -> Match | None:
         if first.seq is not None and first.seq > 0:
             details.append(EARLY_HANG if first.seq <= EARLY else LATE_HANG.format(times=f"{first.seq - 1:,}"))
     elif facts.gave_up:
-        seconds = max((one.seconds for one in facts.gave_up if one.seconds is not None), default=None)
+        seconds = max((given_up.seconds for given_up in facts.gave_up if given_up.seconds is not None), default=None)
         after = f" after {seconds:.0f} s" if seconds is not None else ""
-        groups = ", ".join(sorted({printable(one.group) for one in facts.gave_up}))
+        groups = ", ".join(sorted({printable(given_up.group) for given_up in facts.gave_up}))
         details = [
             f"{ranks_in_words(ranks)} gave up{after} in group {groups}; this backend does not say in which call."
         ]
@@ -186,7 +186,7 @@ def watchdog_timeout(facts: Facts) -> Match | None:
     whole = bool(facts.gave_up) or all(timeout.in_job for timeout in facts.timeouts)
     if details and ranks and whole and (silent := set(range(size)) - ranks):
         details.append(f"{ranks_in_words(silent)} reported no timeout: look there first.")
-    lines = [timeout.line for timeout in facts.timeouts] + [one.line for one in facts.gave_up]
+    lines = [timeout.line for timeout in facts.timeouts] + [given_up.line for given_up in facts.gave_up]
     return Match(lines, details) if lines else None
 
 

@@ -54,34 +54,34 @@ class Said(NamedTuple):
 
 def read_complaints(text: Text) -> Iterator[Said]:
     for kind, pattern in _PATTERNS.items():
-        seen = set()
+        indices = set()
         for index, line in text.find(pattern):
             if (match := pattern.search(line.text)) is None:
                 continue
-            seen.add(index)
-            said = next((part for part in match.groups() if part is not None), match[0]).strip()
+            indices.add(index)
+            message = next((part for part in match.groups() if part is not None), match[0]).strip()
             after = _START.sub("", text.lines[index + 1].text).strip() if index + 1 < len(text.lines) else ""
-            if kind == LAST_ERROR and not said:
-                said = after
+            if kind == LAST_ERROR and not message:
+                message = after
             if "terminate called" in line.text and "what():" in after:
                 continue
-            if not _ECHO.search(said):
-                yield Said(kind, said, line, _raised_at(text, index) if kind == EXCEPTION else "")
+            if not _ECHO.search(message):
+                yield Said(kind, message, line, _raised_at(text, index) if kind == EXCEPTION else "")
         if kind == EXCEPTION:
-            yield from _of_any_name(text, seen)
+            yield from _of_any_name(text, indices)
 
 
-def _of_any_name(text: Text, seen: set[int]) -> Iterator[Said]:
+def _of_any_name(text: Text, indices: set[int]) -> Iterator[Said]:
     """Exceptions behind a traceback whose class has no usual name, except those at indices `seen`."""
     frames = [index for index, _ in text.find(_FRAME)]
     for index, following in pairwise([*frames, len(text.lines)]):
         for place in range(index + 1, min(following, index + FARTHEST_FRAME, len(text.lines))):
-            said = _START.sub("", text.lines[place].text)
-            if place in seen:
+            message = _START.sub("", text.lines[place].text)
+            if place in indices:
                 break
-            if _OF_ANY_NAME.match(said):
-                if not _ECHO.search(said):
-                    yield Said(EXCEPTION, said.strip(), text.lines[place], _raised_at(text, place))
+            if _OF_ANY_NAME.match(message):
+                if not _ECHO.search(message):
+                    yield Said(EXCEPTION, message.strip(), text.lines[place], _raised_at(text, place))
                 break
 
 

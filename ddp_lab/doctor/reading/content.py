@@ -43,8 +43,8 @@ def read_content(name: str, packed: BinaryIO) -> Content:
     file, is_packed = unpacked(packed)
     most = most_bytes() if is_packed else None
     chunks: deque[tuple[bytes, int]] = deque()
-    head, kept, total, problem = bytearray(), 0, 0, ""
-    head_lines = kept_lines = left_bytes = left_lines = 0
+    head, tail_bytes, total, problem = bytearray(), 0, 0, ""
+    head_lines = tail_lines = left_bytes = left_lines = 0
     read = getattr(file, "read1", file.read)  # as much as there is, so that a cut packed file loses nothing
     while True:
         try:
@@ -63,10 +63,10 @@ def read_content(name: str, packed: BinaryIO) -> Content:
             head_lines += lines
         else:
             chunks.append((chunk, lines))
-            kept, kept_lines = kept + len(chunk), kept_lines + lines
-        while len(chunks) > 1 and (kept - len(chunks[0][0]) >= TAIL_BYTES or kept_lines > TAIL_LINES):
+            tail_bytes, tail_lines = tail_bytes + len(chunk), tail_lines + lines
+        while len(chunks) > 1 and (tail_bytes - len(chunks[0][0]) >= TAIL_BYTES or tail_lines > TAIL_LINES):
             gone, lines = chunks.popleft()
-            kept, kept_lines = kept - len(gone), kept_lines - lines
+            tail_bytes, tail_lines = tail_bytes - len(gone), tail_lines - lines
             left_bytes, left_lines = left_bytes + len(gone), left_lines + gone.count(b"\n")
         if most is not None and total >= most:
             problem = f"only its first {most / 2**20:,.0f} MiB unpacked; give more by --most-gib, or the end of it"

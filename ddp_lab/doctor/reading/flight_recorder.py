@@ -69,10 +69,10 @@ class Dump:
     @cached_property
     def by_group(self) -> dict[str, dict[int, Call]]:
         """Calls by their group and number."""
-        found: dict[str, dict[int, Call]] = defaultdict(dict)
+        by_group: dict[str, dict[int, Call]] = defaultdict(dict)
         for call in self.calls:
-            found[call.group][call.seq] = call
-        return found
+            by_group[call.group][call.seq] = call
+        return by_group
 
 
 def is_dump(content: Any) -> bool:

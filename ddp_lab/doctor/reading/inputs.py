@@ -85,7 +85,7 @@ def _take_path(inputs: Inputs, name: str) -> None:
 
 def _take_folder(inputs: Inputs, folder: Path) -> None:
     """Everything useful in a folder. Of run records and this project's flight records, those of the latest run."""
-    names = (Path(where) / name for where, _, found in os.walk(folder) for name in found)
+    names = (Path(where) / name for where, _, files_here in os.walk(folder) for name in files_here)
     files = sorted(path for path in names if not path.name.endswith(SKIPPED) and path.is_file())
     if len(files) > MOST_FILES:
         inputs.looked_at.append(f"{folder}: only the first {MOST_FILES:,} of {len(files):,} files")
@@ -116,8 +116,8 @@ def _take_file(inputs: Inputs, path: Path, is_wanted: bool = True) -> None:
 def take(inputs: Inputs, name: str, file: BinaryIO, is_wanted: bool = True) -> None:
     try:
         content = read_content(name, file)
-        said = _read(inputs, name, content)
-        inputs.looked_at.append(f"{name}: {said}{f'; {content.note}' if content.note else ''}")
+        sentence = _read(inputs, name, content)
+        inputs.looked_at.append(f"{name}: {sentence}{f'; {content.note}' if content.note else ''}")
     except UserError as error:
         if is_wanted or not isinstance(error, ForeignFile):
             inputs.problems.append(str(error))
@@ -127,8 +127,8 @@ def _read(inputs: Inputs, name: str, content: Content) -> str:
     """Add what `content` is to the facts, and say what it is."""
     head = content.head.removeprefix(codecs.BOM_UTF8)
     _refuse_binary(name, head if head.strip() else content.tail)
-    if head.lstrip()[:1] == b"{" and (found := _read_json(inputs, name, head + content.tail)):
-        return found
+    if head.lstrip()[:1] == b"{" and (sentence := _read_json(inputs, name, head + content.tail)):
+        return sentence
     text = to_text(name, head, content.tail, content.left_out)
     inputs.facts.texts.append(text)
     topologies = []
@@ -169,7 +169,7 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
     """What a JSON file is; None for text that only begins with a brace."""
     if (timed := read_inspector(name, content)) is not None:
         inputs.facts.timed += timed
-        ranks = {one.rank for one in timed}
+        ranks = {collective.rank for collective in timed}
         return f"NCCL's Inspector, {count_of(len(timed), 'collective')} of {count_of(len(ranks), 'rank')}"
     try:
         decoded = json.loads(content)
@@ -206,5 +206,5 @@ def looked_for(facts: Facts) -> list[str]:
         ("the times of ", len(facts.timed), "collective"),
         ("", sum(map(_count_lines, facts.texts)), "line"),
     )
-    seen = [f"{before}{count_of(count, thing)}" for before, count, thing in counts if count]
-    return seen + ["this machine"] * (facts.machine is not None)
+    kinds = [f"{before}{count_of(count, thing)}" for before, count, thing in counts if count]
+    return kinds + ["this machine"] * (facts.machine is not None)

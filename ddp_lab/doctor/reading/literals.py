@@ -46,12 +46,12 @@ class Shapes:
     def with_one_of(self, texts: frozenset[str]) -> list[int]:
         """Indices of the lines that have one of `texts`."""
         texts = frozenset(text for text in texts if text in self._whole)
-        found = (
+        matching = (
             [indices for shape, indices in self._indices.items() if any(text in shape for text in texts)]
             if texts
             else []
         )
-        return sorted(index for indices in found for index in indices)
+        return sorted(index for indices in matching for index in indices)
 
 
 def _demanded(parts: Iterator[re.Match[str]]) -> set[str]:

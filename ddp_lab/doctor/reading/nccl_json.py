@@ -38,8 +38,8 @@ class MissingRank(msgspec.Struct):
     status: Missing
 
     def __str__(self) -> str:
-        said = "considered dead" if self.status.considered_dead else "no answer"
-        return f"rank {self.rank}, process {self.pid} on {printable(self.host)}, GPU {self.cuda_dev}: {said}"
+        verdict = "considered dead" if self.status.considered_dead else "no answer"
+        return f"rank {self.rank}, process {self.pid} on {printable(self.host)}, GPU {self.cuda_dev}: {verdict}"
 
 
 class AnsweringRank(msgspec.Struct):
@@ -83,24 +83,26 @@ def read_answer(path: str, content: Any) -> Answer:
 def gone(answer: Answer) -> Iterator[Line]:
     """A line for each rank that does not answer."""
     for group in answer.communicators:
-        for one in group.missing_ranks:
-            if one.status.unresponsive or one.status.considered_dead:
-                yield Line(answer.path, 0, f"communicator {printable(group.hash)}: {one}")
+        for member in group.missing_ranks:
+            if member.status.unresponsive or member.status.considered_dead:
+                yield Line(answer.path, 0, f"communicator {printable(group.hash)}: {member}")
 
 
 def unequal(answer: Answer) -> Iterator[Line]:
     """A line for each kind of collective of which the ranks of a communicator have launched different numbers."""
     for group in answer.communicators:
-        for kind in dict.fromkeys(name for one in group.ranks for name in one.collective_counts):
-            numbers = {one.rank: one.collective_counts.get(kind, 0) for one in group.ranks}
+        for kind in dict.fromkeys(name for member in group.ranks for name in member.collective_counts):
+            numbers = {member.rank: member.collective_counts.get(kind, 0) for member in group.ranks}
             ranks_at = Counter(numbers.values())
             if len(ranks_at) > 1:
                 least = min(ranks_at)
                 behind = [rank for rank, number in sorted(numbers.items()) if number == least]
                 who = f"rank {behind[0]}" if len(behind) == 1 else count_of(len(behind), "rank")
-                others = f"the others up to {max(ranks_at):,}"
-                said = f"{who} has launched {least:,} {printable(kind)}, {others}".replace("ranks has", "ranks have")
-                yield Line(answer.path, 0, f"communicator {printable(group.hash)} of {group.size}: {said}")
+                maximum = f"the others up to {max(ranks_at):,}"
+                sentence = f"{who} has launched {least:,} {printable(kind)}, {maximum}".replace(
+                    "ranks has", "ranks have"
+                )
+                yield Line(answer.path, 0, f"communicator {printable(group.hash)} of {group.size}: {sentence}")
 
 
 class Header(msgspec.Struct):
@@ -138,7 +140,7 @@ class Timed(NamedTuple):
 
 def read_inspector(path: str, content: bytes) -> list[Timed] | None:
     """The collectives in a file; None if its first line is not the Inspector's. Lines that are cut off are left out."""
-    found: list[Timed] = []
+    timings: list[Timed] = []
     decoder = msgspec.json.Decoder(Entry)
     for number, line in enumerate(content.splitlines()):
         try:
@@ -147,7 +149,9 @@ def read_inspector(path: str, content: bytes) -> list[Timed] | None:
             entry = None
         if number == 0 and (entry is None or (entry.coll_perf is None and entry.p2p_perf is None)):
             return None
-        if entry is not None and (one := entry.coll_perf) is not None:
+        if entry is not None and (collective := entry.coll_perf) is not None:
             header = entry.header
-            found.append(Timed(path, header.id, header.rank, one.coll, one.coll_sn, one.coll_exec_time_us))
-    return found
+            timings.append(
+                Timed(path, header.id, header.rank, collective.coll, collective.coll_sn, collective.coll_exec_time_us)
+            )
+    return timings

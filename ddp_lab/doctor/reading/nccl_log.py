@@ -67,12 +67,12 @@ class Process:
 
     def used(self, prefix: str) -> bool:
         """Whether a channel goes over a transport that begins with `prefix`."""
-        return any(name.startswith(prefix) for found in self.transports.values() for name in found)
+        return any(name.startswith(prefix) for transports in self.transports.values() for name in transports)
 
 
 def read_processes(texts: Iterable[Text]) -> list[Process]:
     """The processes of all logs, ordered by rank if it is known."""
-    found: dict[tuple[str, int, int], Process] = {}
+    processes: dict[tuple[str, int, int], Process] = {}
     for text in texts:
         current: Process | None = None
         unclaimed: Line | None = None
@@ -81,7 +81,7 @@ def read_processes(texts: Iterable[Text]) -> list[Process]:
             severity = _SEVERITY.search(line.text, match.end()) if match else None
             if match and severity:
                 key = (_NO_HOST.split(line.text[: match.start()])[-1], int(match[1]), int(match[2]))
-                current = found.setdefault(key, Process(*key))
+                current = processes.setdefault(key, Process(*key))
                 _take(current, line, severity[1], severity[2])
             elif _BARE_VERSION.search(line.text):  # has no prefix: of the process whose lines are around it
                 unclaimed = line
@@ -89,20 +89,20 @@ def read_processes(texts: Iterable[Text]) -> list[Process]:
                 _take(current, unclaimed, "INFO", unclaimed.text)
                 unclaimed = None
     siblings: dict[tuple[str, int], list[Process]] = {}
-    for process in found.values():
+    for process in processes.values():
         siblings.setdefault((process.host, process.pid), []).append(process)
     for of_one in siblings.values():
         _fill_from_siblings(of_one)
-    return sorted(found.values(), key=lambda p: (p.rank is None, p.rank or 0, p.host, p.pid, p.device))
+    return sorted(processes.values(), key=lambda p: (p.rank is None, p.rank or 0, p.host, p.pid, p.device))
 
 
 def _fill_from_siblings(siblings: Sequence[Process]) -> None:
     """A process logs its version, network and interface once, even if it drives several devices."""
     for name in ("version", "network", "cards", "interface", "address"):
-        known = next((value for process in siblings if (value := getattr(process, name)) is not None), None)
+        value_known = next((value for process in siblings if (value := getattr(process, name)) is not None), None)
         for process in siblings:
             if getattr(process, name) is None:
-                setattr(process, name, known)
+                setattr(process, name, value_known)
 
 
 def _take(process: Process, line: Line, severity: str, message: str) -> None:
@@ -152,22 +152,22 @@ def _transport(text: str) -> str:
 
 def by_value(processes: Sequence[Process], name: str) -> dict[str, list[Process]]:
     """The processes by what they say of `version`, `fabric` or `interface`. `RDMA` alone is no other fabric."""
-    found: dict[str, list[Process]] = {}
+    processes_of: dict[str, list[Process]] = {}
     for process in processes:
         if (value := getattr(process, name)) is not None:
-            found.setdefault(value, []).append(process)
-    if found.keys() & {"InfiniBand", "RoCE"}:
-        found.pop(RDMA, None)
-    return found
+            processes_of.setdefault(value, []).append(process)
+    if processes_of.keys() & {"InfiniBand", "RoCE"}:
+        processes_of.pop(RDMA, None)
+    return processes_of
 
 
 def differences(processes: Sequence[Process]) -> list[str]:
     """A sentence each for version, fabric and interface, if ranks differ in them."""
     sentences = []
     for name in ("version", "fabric", "interface"):
-        found = by_value(processes, name)
-        if len(found) > 1:
-            parts = [f"{value} ({_names(of_value)})" for value, of_value in found.items()]
+        processes_of = by_value(processes, name)
+        if len(processes_of) > 1:
+            parts = [f"{value} ({_names(of_value)})" for value, of_value in processes_of.items()]
             sentences.append(f"{'NCCL version' if name == 'version' else name} differs: {'; '.join(parts)}")
     return sentences
 

@@ -91,13 +91,13 @@ class Text:
     def find(self, pattern: re.Pattern[str]) -> list[tuple[int, Line]]:
         """Index in `lines`, and the line, of each in which `pattern` (compiled with `re.MULTILINE`, if it has anchors)
         is found. Of joined lines counts only what is in none of them alone."""
-        found: dict[tuple[int, str], tuple[int, Line]] = {}
+        matches: dict[tuple[int, str], tuple[int, Line]] = {}
         for place, match, start in self._matches(pattern):
             index, line = self._searched[place]
             start += len(line.before)
             if place < len(self.lines) or start // self.width != (start + len(match[0]) - 1) // self.width:
-                found.setdefault((line.number, match[0]), (index, line))
-        return sorted(dict(reversed(found.values())).items())
+                matches.setdefault((line.number, match[0]), (index, line))
+        return sorted(dict(reversed(matches.values())).items())
 
     def _matches(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, re.Match[str], int]]:
         """Index in `_searched`, the match, and where in the line it begins."""
@@ -111,8 +111,8 @@ class Text:
                 yield place, match, match.start() - self._starts[place]
             return
         for place in places:
-            if found := pattern.search(self._searched[place][1].text):
-                yield place, found, found.start()
+            if hit := pattern.search(self._searched[place][1].text):
+                yield place, hit, hit.start()
 
     def search(self, pattern: re.Pattern[str]) -> list[Line]:
         return [line for _, line in self.find(pattern)]

@@ -48,10 +48,10 @@ class Topology:
         nearest = [nic for nic, distance in reach.items() if distance == min(reach.values())]
         return sorted(nearest, key=lambda nic: ("bond" not in nic, self.nics.index(nic)))
 
-    def crosses_numa(self, one: str, other: str) -> bool:
+    def crosses_numa(self, gpu: str, other: str) -> bool:
         """Whether two GPUs reach each other over PCIe and the link between NUMA nodes (NVLink does not pass it)."""
-        link = self.links[one].get(other, "")
-        homes = {home for gpu in (one, other) if (home := self.numa_affinity.get(gpu, "")).isdecimal()}
+        link = self.links[gpu].get(other, "")
+        homes = {home for device in (gpu, other) if (home := self.numa_affinity.get(device, "")).isdecimal()}
         return link == "SYS" or (len(homes) == 2 and not link.startswith("NV"))
 
     def pairs_across_numa(self) -> list[tuple[str, str]]:
@@ -64,13 +64,13 @@ def find_topologies(text: Text) -> list[Topology]:
     Raises:
         UserError: a header without its rows, or a row that does not fit it.
     """
-    found = []
+    topologies = []
     lines = text.lines
     for index, _ in text.find(_HEADER):
         header = _read_header(lines[index].text)
         if header and not any(_PEER_ACCESS & set(row.text.split()) for row in lines[index + 1 : index + 3]):
-            found.append(_read_matrix(header, lines[index], lines[index + 1 : index + 1 + MOST_LINES]))
-    return found
+            topologies.append(_read_matrix(header, lines[index], lines[index + 1 : index + 1 + MOST_LINES]))
+    return topologies
 
 
 def _read_header(text: str) -> tuple[list[str], list[str]] | None:
@@ -85,9 +85,9 @@ def _read_header(text: str) -> tuple[list[str], list[str]] | None:
         if token in ("CPU", "NUMA", "GPU"):
             break
         devices.append(token)
-    rest = " ".join(tokens[len(devices) :])
-    columns = [name for name in EXTRA_COLUMNS if name in rest]
-    if rest.split() != " ".join(columns).split() or not all(_NIC.fullmatch(device) for device in devices):
+    extra = " ".join(tokens[len(devices) :])
+    columns = [name for name in EXTRA_COLUMNS if name in extra]
+    if extra.split() != " ".join(columns).split() or not all(_NIC.fullmatch(device) for device in devices):
         return None
     return devices, columns
 

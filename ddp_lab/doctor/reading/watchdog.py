@@ -97,7 +97,7 @@ class GaveUp:
 
 def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
     """Each once, with the group that the nearest status line of the same rank and number names."""
-    found: dict[tuple[object, ...], Timeout] = {}
+    timeouts: dict[tuple[object, ...], Timeout] = {}
     for text in texts:
         restarts = [index for index, _ in text.find(_RESTART)]
         statuses = defaultdict[tuple[int, int | None], list[tuple[int, Status]]](list)
@@ -111,20 +111,25 @@ def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
             rank = local if job is None else job
             seq = int(match[2]) if match[2] else None
             attempt, elements = bisect(restarts, index), (match[4], match[5])
-            kind = _kind(match[3], *(int(each or 0) for each in elements))
-            one = Timeout(rank, job is not None, local, attempt, None, seq, kind, elements, line)
+            kind = _kind(match[3], *(int(count or 0) for count in elements))
+            timeout = Timeout(rank, job is not None, local, attempt, None, seq, kind, elements, line)
             alike = statuses.get((rank, seq), []) if rank is not None and seq is not None else []
             after = bisect(alike, index, key=itemgetter(0))
-            near = min(alike[max(0, after - 1) : after + 1], key=lambda each: abs(each[0] - index), default=None)
-            one = replace(one, group=near[1].group) if near else one
-            found.setdefault((one.rank, one.attempt, one.group, one.seq, one.kind), one)
-    return list(found.values())
+            near = min(alike[max(0, after - 1) : after + 1], key=lambda item: abs(item[0] - index), default=None)
+            timeout = replace(timeout, group=near[1].group) if near else timeout
+            timeouts.setdefault((timeout.rank, timeout.attempt, timeout.group, timeout.seq, timeout.kind), timeout)
+    return list(timeouts.values())
 
 
-def _kind(name: str, given: int, got: int) -> str:
+def _kind(name: str, sent: int, received: int) -> str:
     """Of collectives that were issued as one, which they are, if their elements show it."""
-    if name == "COALESCED" and min(given, got) and given != got and max(given, got) % min(given, got) == 0:
-        return f"COALESCED ({'all-gather' if got > given else 'reduce-scatter'})"
+    if (
+        name == "COALESCED"
+        and min(sent, received)
+        and sent != received
+        and max(sent, received) % min(sent, received) == 0
+    ):
+        return f"COALESCED ({'all-gather' if received > sent else 'reduce-scatter'})"
     return name
 
 
@@ -151,9 +156,9 @@ def _job_rank(match: re.Match[str]) -> int | None:
 
 
 def read_gave_up(texts: Iterable[Text]) -> list[GaveUp]:
-    found = []
+    given_up = []
     for line in (line for text in texts for line in text.search(_TORCHCOMMS)):
         if match := _TORCHCOMMS.search(line.text):
             job, seconds = _job_rank(match), int(match[3]) / 1e3 if match[3] else None
-            found.append(GaveUp(int(match[1]) if job is None else job, match[2], seconds, line))
-    return found
+            given_up.append(GaveUp(int(match[1]) if job is None else job, match[2], seconds, line))
+    return given_up
