@@ -63,14 +63,14 @@ def slower(record: dict[str, Any], percent: float) -> dict[str, Any]:
 
 def verdicts(records: Sequence[dict[str, Any]], runs: int, percent: float) -> pd.Series:
     """What each comparison of two groups of `runs` finds, of which the later takes `percent` longer: -1, 0 or 1."""
-    found = []
+    signs = []
     for old in combinations(range(len(records)), runs):
         for new in combinations(range(old[0] + 1, len(records)), runs):
             if not set(old) & set(new):
                 later = [Run(slower(records[at], percent), None) for at in new]
                 estimate = step_times([Run(records[at], None) for at in old], later, [])
-                found.append(int(np.sign(estimate.value)) if estimate.p_value <= LEVEL else 0)
-    return pd.Series(found)
+                signs.append(int(np.sign(estimate.value)) if estimate.p_value <= LEVEL else 0)
+    return pd.Series(signs)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,9 +85,9 @@ def main(arguments: Sequence[str]) -> int:
     rows = []
     for runs in (1, GROUP):
         for percent in (0.0, options.slower):
-            found = verdicts(records, runs, percent)
-            right = found == (1 if percent else 0)
-            rows.append((f"{runs} against {runs}", percent, len(found), int(right.sum()), 100 * right.mean()))
+            signs = verdicts(records, runs, percent)
+            right = signs == (1 if percent else 0)
+            rows.append((f"{runs} against {runs}", percent, len(signs), int(right.sum()), 100 * right.mean()))
     table = pd.DataFrame(rows, columns=["runs", "planted_pct", "comparisons", "right", "right_pct"])
     print_table(table.round(1), options.csv)
     return 0

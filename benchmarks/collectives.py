@@ -113,10 +113,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def sizes(text: str) -> list[int]:
     """A type of a flag: bytes, such as `4096`, `1K` or `1.5MiB`, with commas between; the smallest first."""
-    found = {
+    matches = {
         part: re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)(?:i?B)?", part.strip(), re.I) for part in text.split(",")
     }
-    numbers = {part: float(match[1]) * UNITS[match[2].upper()] if match else 0 for part, match in found.items()}
+    numbers = {part: float(match[1]) * UNITS[match[2].upper()] if match else 0 for part, match in matches.items()}
     for part, number in numbers.items():
         if number < 1 or number != int(number):
             raise argparse.ArgumentTypeError(f"'{part}' is not a size; write bytes, or such as 1K, 4M or 1G")

@@ -154,7 +154,7 @@ def make_runner(config: RunConfig, ranks: Ranks) -> Runner:
         drop_gradients=strategy.zero_grad,
         state_bytes=lambda: sum(strategy.memory_breakdown().values()),
         expected_state_bytes=sum(strategy.expected_memory(model_size).values()),
-        wire_bytes=wire_bytes,
+        wire_bytes=lambda: sum(call.wire_bytes for call in strategy.expected_traffic(config.grad_accum_steps)),
         settling_steps=max(1, strategy.settling_steps),
         notes=strategy.notes,
     )
@@ -192,8 +192,8 @@ def plain_runner(config: RunConfig, workload: Workload, batches: Sequence[MicroB
             optimizer.step()
 
     def state_bytes() -> int:
-        own = getattr(optimizer, "optim", optimizer)
-        states = [value for entry in own.state.values() for value in entry.values()]
+        local_optimizer = getattr(optimizer, "optim", optimizer)
+        states = [value for entry in local_optimizer.state.values() for value in entry.values()]
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return storage_bytes(map(local, [*module.parameters(), *module.buffers(), *gradients, *states]))
 

@@ -69,8 +69,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     against = parse_variant(options.against)
     choices, alone = options.choices.split(","), () if RunConfig.of(**against).has_stages else ALONE
-    wanted = [options.against, *choices, *alone] if options.rounds else choices
-    options.variants = {text: parse_variant(text) for text in wanted}
+    labels = [options.against, *choices, *alone] if options.rounds else choices
+    options.variants = {text: parse_variant(text) for text in labels}
     for name in alone if options.rounds else ():
         options.variants[name]["precision"] = against.get("precision", "fp32")
     return options

@@ -15,19 +15,19 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code. A mistake is one line on standard error, and code 2."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    name, *flags = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if arguments is None:
         trains = name in COMMANDS and COMMANDS[name].group == TRAIN
-        guard_output(goes_on=trains and not {"-h", "--help"} & {*rest})
+        guard_output(goes_on=trains and not {"-h", "--help"} & {*flags})
     try:
-        return run_command(name, rest)
+        return run_command(name, flags)
     except KeyboardInterrupt as error:  # or `Stopped`
         return 128 + getattr(error, "number", signal.SIGINT)
     finally:
         sys.stdout.flush()
 
 
-def run_command(name: str, rest: Sequence[str]) -> int:
+def run_command(name: str, flags: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print(help_text())
         return 0
@@ -35,10 +35,10 @@ def run_command(name: str, rest: Sequence[str]) -> int:
         print(versions())
         return 0
     if name == COMPLETION:
-        return print_completion(rest)
+        return print_completion(flags)
     if name not in COMMANDS:
         OneLineParser("ddp-lab").error(unknown_name("command", name, (*COMMANDS, COMPLETION)))
-    code: int = COMMANDS[name].load().main(rest)
+    code: int = COMMANDS[name].load().main(flags)
     return code
 
 
@@ -59,11 +59,11 @@ def print_completion(arguments: Sequence[str]) -> int:
     """Print the script with which a shell completes commands and flags."""
     import shtab
 
-    asked = OneLineParser(
+    shell_parser = OneLineParser(
         f"ddp-lab {COMPLETION}", description="Print the script with which a shell completes commands."
     )
-    asked.add_argument("shell", choices=SHELLS)
-    shell, parser = asked.parse_args(arguments).shell, OneLineParser("ddp-lab")
+    shell_parser.add_argument("shell", choices=SHELLS)
+    shell, parser = shell_parser.parse_args(arguments).shell, OneLineParser("ddp-lab")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():
         flags = command.load().build_parser()

@@ -88,16 +88,16 @@ def _port() -> str:
     """Whether the port of the rendezvous (by default torchrun's) is free on this host."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun has one already"
-    given = os.environ.get("MASTER_PORT", "") or "29500"
-    if not (given.isascii() and given.isdecimal()) or not 0 < int(given) < 65536:
-        return f"MASTER_PORT={given} is not a port; unset it, or give a number from 1024 to 65535"
+    port = os.environ.get("MASTER_PORT", "") or "29500"
+    if not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
+        return f"MASTER_PORT={port} is not a port; unset it, or give a number from 1024 to 65535"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", int(given)))
+            probe.bind(("127.0.0.1", int(port)))
         except OSError as error:
-            return f"{given} cannot be used ({error.strerror}); give torchrun --standalone, or another --master-port"
-    return f"{given} free"
+            return f"{port} cannot be used ({error.strerror}); give torchrun --standalone, or another --master-port"
+    return f"{port} free"
 
 
 def cpu_name() -> str:

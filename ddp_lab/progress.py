@@ -27,7 +27,7 @@ def long_work(doing: str, total: int | None = None, shown: bool = True) -> Itera
     from rich.markup import escape
     from rich.progress import Progress
 
-    console, begun, done = Console(stderr=True, highlight=False), time.monotonic(), 0
+    console, begun, finished = Console(stderr=True, highlight=False), time.monotonic(), 0
     if not shown:
         yield lambda line: None
     elif console.is_terminal:
@@ -51,18 +51,20 @@ def long_work(doing: str, total: int | None = None, shown: bool = True) -> Itera
             before = 0
             while not has_ended.wait(STILL_S):
                 if lines == before:
-                    of = f", {done} of {total} done" if total else ""
+                    of = f", {finished} of {total} done" if total else ""
                     print(f"{doing}: {time.monotonic() - begun:.0f} s so far{of}", file=sys.stderr, flush=True)
                 before = lines
 
         def print_line(line: str) -> None:
-            nonlocal done, lines
-            done += 1
-            if line and (done in (1, total) or done % every == 0):
+            nonlocal finished, lines
+            finished += 1
+            if line and (finished in (1, total) or finished % every == 0):
                 lines += 1
-                left_s = (time.monotonic() - begun) / done * ((total or done) - done)
-                to_go = f" of {total}" * bool(total) + f", about {left_s:.0f} s to go" * bool(total and done < total)
-                print(f"{done}{to_go}: {line}", file=sys.stderr, flush=True)
+                left_s = (time.monotonic() - begun) / finished * ((total or finished) - finished)
+                to_go = f" of {total}" * bool(total) + f", about {left_s:.0f} s to go" * bool(
+                    total and finished < total
+                )
+                print(f"{finished}{to_go}: {line}", file=sys.stderr, flush=True)
 
         saying = threading.Thread(target=say_still, name="still", daemon=True)
         saying.start()

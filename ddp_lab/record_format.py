@@ -67,8 +67,8 @@ class Ending:
     @property
     def problem(self) -> str:
         """How the run ended if it did not complete, in a line; else empty."""
-        said = " ".join((self.message or "no message").split())
-        return "" if self.how == COMPLETED else f"this run ended early ({self.how}: {said})"
+        reason = " ".join((self.message or "no message").split())
+        return "" if self.how == COMPLETED else f"this run ended early ({self.how}: {reason})"
 
 
 class SweepPass(Struct, frozen=True, kw_only=True):

@@ -120,9 +120,9 @@ def settings_in(path: Path, flag: str, parse: Callable[[str], Any] = tomllib.loa
         level = [content]
         for _ in range(DEEPEST):
             within = [
-                each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
+                node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)
             ]
-            level = [each for inner in within for each in inner]
+            level = [node for inner in within for node in inner]
         if level:
             raise RecursionError
     except OSError as error:

@@ -69,4 +69,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def to_json(content: dict[str, Any]) -> str:
     """Indented JSON, with each list of plain values on one line."""
     text = json.dumps(content, indent=2, allow_nan=False)
-    return re.sub(r"\[\n[^\[\]{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
+    return re.sub(r"\[\n[^\[\]{}]*\]", lambda match: re.sub(r"\n\s*", " ", match[0]), text) + "\n"

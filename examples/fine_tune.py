@@ -60,12 +60,12 @@ strategy = ddp_lab.load(args.choice)(  # ddp-lab
 steps = args.epochs * len(loader) // args.gradient_accumulation_steps
 scheduler = get_scheduler("linear", strategy.optimizer, num_warmup_steps=10, num_training_steps=steps)
 
-done = 0
+steps_done = 0
 for epoch in range(args.epochs):
     model.train()
     for batch in loader:
-        done += 1
-        is_last = done % args.gradient_accumulation_steps == 0
+        steps_done += 1
+        is_last = steps_done % args.gradient_accumulation_steps == 0
         with strategy.micro_batch(last=is_last):  # ddp-lab
             loss = strategy(**batch).loss / args.gradient_accumulation_steps
             loss.backward()

@@ -29,8 +29,8 @@ def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def build() -> Workload:
-    found = load_diabetes(scaled=True)
-    features = torch.tensor(found.data, dtype=torch.float32) * len(found.data) ** 0.5
-    target = torch.tensor((found.target - found.target.mean()) / found.target.std(), dtype=torch.float32)
+    diabetes = load_diabetes(scaled=True)
+    features = torch.tensor(diabetes.data, dtype=torch.float32) * len(diabetes.data) ** 0.5
+    target = torch.tensor((diabetes.target - diabetes.target.mean()) / diabetes.target.std(), dtype=torch.float32)
     samples = [{"features": row, "target": value} for row, value in zip(features, target, strict=True)]
     return Workload(Progression(), train=samples[:360], evaluation=samples[360:], loss=loss)

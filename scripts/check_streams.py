@@ -36,16 +36,16 @@ def main() -> int:
     parser.add_argument("--model", choices=models, default="llama", help="of tests/models.py (default: %(default)s)")
     parser.add_argument("--micro-batches", type=at_least(1), default=1, help="of a step (default: %(default)s)")
     options = parser.parse_args()
-    wanted = options.choices.split(",")
-    if unknown := [name for name in wanted if name not in CHOICES]:
+    choices = options.choices.split(",")
+    if unknown := [name for name in choices if name not in CHOICES]:
         parser.error(f"--choices {', '.join(unknown)}: no such strategy; there are {', '.join(CHOICES)}")
     torch.set_num_threads(1)
-    seen = {name: look(name, options.model, options.micro_batches) for name in wanted}
-    print(markdown(rows_of(seen, options.model, options.micro_batches)))
-    for name, one in seen.items():
-        for text, count in one.races.most_common():
+    counts = {name: look(name, options.model, options.micro_batches) for name in choices}
+    print(markdown(rows_of(counts, options.model, options.micro_batches)))
+    for name, count_of_choice in counts.items():
+        for text, count in count_of_choice.races.most_common():
             print(f"race: {name}: {text} ({count} times)")
-    return 1 if any(one.races for one in seen.values()) else 0
+    return 1 if any(count_of_choice.races for count_of_choice in counts.values()) else 0
 
 
 def look(choice: str, model: str, micro_batches: int) -> Seen:
@@ -55,22 +55,22 @@ def look(choice: str, model: str, micro_batches: int) -> Seen:
     return check(make_strategy, partial(make_batch, model, 3), micro_batches)
 
 
-def rows_of(seen: dict[str, Seen], model: str, micro_batches: int) -> list[list[str]]:
+def rows_of(counts: dict[str, Seen], model: str, micro_batches: int) -> list[list[str]]:
     """A row for each choice. Launches and copies are those that a loop on one device does not need."""
     alone = plain_loop(partial(build, model), partial(make_batch, model, 3), micro_batches)
     gradient_bytes = sum(4 * p.numel() for p in build(model).parameters() if p.requires_grad)
     return [
         [
             f"`{name}`",
-            str(sum(one.races.values())),
-            f"{sum(one.host_waits.values()) / STEPS:g}",
-            f"{one.waits_in_backward / STEPS:g}",
-            f"{one.stalls / STEPS:g}",
-            f"{one.collectives / STEPS:g}",
-            f"{(one.launches - alone.launches) / STEPS:+g}",
-            f"{(one.copied_bytes - alone.copied_bytes) / STEPS / gradient_bytes:.2f} x",
+            str(sum(count_of_choice.races.values())),
+            f"{sum(count_of_choice.host_waits.values()) / STEPS:g}",
+            f"{count_of_choice.waits_in_backward / STEPS:g}",
+            f"{count_of_choice.stalls / STEPS:g}",
+            f"{count_of_choice.collectives / STEPS:g}",
+            f"{(count_of_choice.launches - alone.launches) / STEPS:+g}",
+            f"{(count_of_choice.copied_bytes - alone.copied_bytes) / STEPS / gradient_bytes:.2f} x",
         ]
-        for name, one in seen.items()
+        for name, count_of_choice in counts.items()
     ]
 
 

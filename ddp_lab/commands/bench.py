@@ -18,12 +18,12 @@ ALONE = ("aa", "planner", "publish")
 
 def programs() -> dict[str, str]:
     """The first sentence of each program, by name. Empty without a checkout."""
-    found = {}
+    sentences = {}
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         text = path.read_text()
         if "def main(" in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ")
-    return found
+            sentences[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ")
+    return sentences
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,16 +46,16 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         parser.print_help()
         return 0
-    name, *rest = arguments
+    name, *flags_of_program = arguments
     if name not in programs():
         parser.error(unknown_name("program", name, programs()))
     adopt_launcher(os.environ)
-    if name in ALONE or "RANK" in os.environ or {"-h", "--help"} & {*rest}:
+    if name in ALONE or "RANK" in os.environ or {"-h", "--help"} & {*flags_of_program}:
         prepare_process()
         sys.path.insert(0, str(ROOT))
-        code: int = importlib.import_module(f"benchmarks.{name}").main(rest)
+        code: int = importlib.import_module(f"benchmarks.{name}").main(flags_of_program)
         return code
-    options, flags = parser.parse_known_args(rest)
+    options, flags = parser.parse_known_args(flags_of_program)
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     command = [sys.executable, *start, "-m", "ddp_lab", "bench", name, *flags]
     one_thread = {"OMP_NUM_THREADS": "1"}  # torchrun's own default, without its notice

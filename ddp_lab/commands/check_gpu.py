@@ -56,8 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
     require_checkout("check-gpu")
-    wanted = [name.strip() for name in options.only.split(",")] if options.only else list(PARTS)
-    if unknown := [name for name in wanted if name not in PARTS]:
+    parts = [name.strip() for name in options.only.split(",")] if options.only else list(PARTS)
+    if unknown := [name for name in parts if name not in PARTS]:
         parser.error(f"--only {', '.join(unknown)}: no such part; there are {', '.join(PARTS)}")
     try:
         gpus = 0 if options.cpu else usable_gpus()
@@ -74,18 +74,18 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--output-dir {options.output_dir}: it holds files already; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     ranks = options.ranks or options.share_gpu or (min(gpus, MOST_RANKS) if gpus else 2)
-    return run_tests(wanted, ranks, gpus, folder, bool(options.share_gpu), options.quick or not gpus)
+    return run_tests(parts, ranks, gpus, folder, bool(options.share_gpu), options.quick or not gpus)
 
 
 def run_tests(parts: Sequence[str], ranks: int, gpus: int, folder: Path, shares_gpu: bool, is_quick: bool) -> int:
     """Exit code 0 if all parts hold."""
     import pytest  # of the development group, as the tests are of a checkout
 
-    asked = ["-m", "gpu", "-n", "0", "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
-    asked += ["--device", "cuda" if gpus else "cpu", "--ranks", str(ranks), "--check-folder", str(folder)]
-    asked += ["--share-gpu"] * shares_gpu + ["--quick"] * is_quick
-    asked += ["--only", ",".join(parts), "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-    return int(pytest.main([*asked, str(ROOT / "tests" / "on_gpu")]) != 0)
+    pytest_flags = ["-m", "gpu", "-n", "0", "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
+    pytest_flags += ["--device", "cuda" if gpus else "cpu", "--ranks", str(ranks), "--check-folder", str(folder)]
+    pytest_flags += ["--share-gpu"] * shares_gpu + ["--quick"] * is_quick
+    pytest_flags += ["--only", ",".join(parts), "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    return int(pytest.main([*pytest_flags, str(ROOT / "tests" / "on_gpu")]) != 0)
 
 
 def usable_gpus() -> int:

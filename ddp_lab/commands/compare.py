@@ -89,15 +89,15 @@ def of_family(options: argparse.Namespace) -> int:
 
     family = FAMILIES[options.what]
     root = options.output_dir or Path()
-    trained, (sweep, done) = trained_labels(root / "profile", family), latest_sweep(root, options.what)
-    others = [
+    trained, (sweep, finished) = trained_labels(root / "profile", family), latest_sweep(root, options.what)
+    foreign = [
         label for other in FAMILIES.values() if other is not family for label in trained_labels(root / "profile", other)
     ]
-    if left_out := [label for label in others if label not in trained]:
+    if left_out := [label for label in foreign if label not in trained]:
         print(f"left out, since they are of other families than {options.what}: {', '.join(left_out)}", flush=True)
     failed: list[str] = []
     page = report_on_choices(
-        root, family.report_root, trained, failed, options.allow_different, done, unfinished(sweep, done)
+        root, family.report_root, trained, failed, options.allow_different, finished, unfinished(sweep, finished)
     )
     print(f"\nreport: {page}")
     return int(bool(failed))
@@ -107,9 +107,9 @@ def trained_labels(profile: Path, family: Family) -> list[str]:
     """The labels of a family's runs that have folders, in the order of `ddp_lab.sweep.meshes.place`."""
     folders = [path.name for path in profile.iterdir() if path.is_dir()] if profile.is_dir() else []
     choices = list(family.registry.sentences)
-    found = [label for label in folders if LABEL.fullmatch(label) and split_label(label)[0] in choices]
+    labels = [label for label in folders if LABEL.fullmatch(label) and split_label(label)[0] in choices]
     return sorted(
-        (label for label in found if report_root_of(label) == family.report_root),
+        (label for label in labels if report_root_of(label) == family.report_root),
         key=lambda label: place(label, choices),
     )
 
@@ -118,8 +118,8 @@ def of_choice(options: argparse.Namespace) -> int:
     """Compare two runs of a choice; fail if the later one is worse than `--fail-above` allows."""
     trace_dir = Path(options.what)
     if not trace_dir.is_dir():
-        meant = "profile" / trace_dir if ("profile" / trace_dir).is_dir() else "profile/<choice>"
-        raise UserError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or {meant}")
+        suggestion = "profile" / trace_dir if ("profile" / trace_dir).is_dir() else "profile/<choice>"
+        raise UserError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or {suggestion}")
     from ddp_lab.analysis.command import report_folder  # these take seconds, too
     from ddp_lab.analysis.comparison.changes import exceeding
     from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
