@@ -36,7 +36,7 @@ def test_verdict_first_then_everything_to_act_on():
 def test_json_has_what_the_page_documents():
     answer = doctor("--json", str(DATA / "socket-despite-infiniband" / "with_topology"))
     content = json.loads(answer.stdout)
-    assert all(one["commands"] for one in content["findings"][0]["try"])
+    assert all(advice["commands"] for advice in content["findings"][0]["try"])
     assert answer.returncode == 3 and content["verdict"] == "socket-despite-infiniband"
     section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab doctor`")[1].split("\n## ")[0]
     complaining = json.loads(doctor("--json", str(DATA / "clean" / "nccl_2_4.log")).stdout)

@@ -52,11 +52,11 @@ def test_groups_of_different_ranks_with_one_name_are_different():
     dumps = [
         torch_dump(rank, "3", ranks, [(kind, 8)]) for rank, ranks, kind in ((0, "[0, 1]", "a"), (2, "[2, 3]", "b"))
     ]
-    found = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), dumps, strict=True)])
-    assert [(each.what, each.ranks) for each in found] == [("missing", [1]), ("missing", [3])]
-    same = [torch_dump(rank, "3", "[0, 2]", [(kind, 8)]) for rank, kind in ((0, "a"), (2, "b"))]
-    found = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), same, strict=True)])
-    assert [each.what for each in found] == ["differ"]
+    results = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), dumps, strict=True)])
+    assert [(result.what, result.ranks) for result in results] == [("missing", [1]), ("missing", [3])]
+    same_names = [torch_dump(rank, "3", "[0, 2]", [(kind, 8)]) for rank, kind in ((0, "a"), (2, "b"))]
+    results = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), same_names, strict=True)])
+    assert [result.what for result in results] == ["differ"]
 
 
 def torch_dump(rank, group, ranks, calls, running=1):
@@ -98,9 +98,9 @@ def said_by_torch(dumps):
 def test_torchs_analyser_names_the_same_collective_and_ranks(last_of_rank_2, what):
     last = [[("all_reduce", 16)], [("all_reduce", 16)], last_of_rank_2]
     dumps = [torch_dump(rank, "0", "[0, 1, 2]", [*CALLS[:2], *calls], running=3) for rank, calls in enumerate(last)]
-    found = [each for each in divergences(*dumps) if each.what != "stuck"]
-    assert [each.what for each in found] == [what] * bool(what)
-    ours = next(((each.seq, set(each.ranks)) for each in found), None)
+    results = [result for result in divergences(*dumps) if result.what != "stuck"]
+    assert [result.what for result in results] == [what] * bool(what)
+    ours = next(((result.seq, set(result.ranks)) for result in results), None)
     assert said_by_torch(dumps) == ours == ((3, {2}) if what else None)
 
 
@@ -122,7 +122,7 @@ AHEAD["entries"][2]["state"] = "issued"
     ],
 )
 def test_where_ranks_diverge(contents, expected):
-    assert [(found.what, found.seq, found.ranks) for found in divergences(*contents)] == [expected] * bool(expected)
+    assert [(result.what, result.seq, result.ranks) for result in divergences(*contents)] == [expected] * bool(expected)
 
 
 @each_row(
@@ -142,15 +142,15 @@ def test_who_is_in_a_group(group, members):
         mine = content["rank"] in (members or {0, 1, 2})
         content["entries"] = [entry | {"group": group} for entry in content["entries"] if mine]
     assert read_dump("rank_0.flight.json", contents[0]).members == {group: members}
-    assert [found.what for found in divergences(*contents)] == ["stuck"]
+    assert [result.what for result in divergences(*contents)] == ["stuck"]
 
 
 def test_dumps_of_torch_2_15_on_gloo():
     """Real ones: rank 1 slept while the others reduced; its Gloo dump says nothing true of the groups' members."""
     facts = read_inputs([str(DATA / "rank-behind" / "torch_2_15_gloo")]).facts
     assert [dump.rank for dump in facts.dumps] == [0, 1, 2]
-    (found,) = facts.divergences
-    assert (found.what, found.seq, found.ranks) == ("behind", 4, [1]) and "default_pg" in found.group
+    (result,) = facts.divergences
+    assert (result.what, result.seq, result.ranks) == ("behind", 4, [1]) and "default_pg" in result.group
 
 
 def test_a_pickle_is_never_loaded(tmp_path):

@@ -27,9 +27,9 @@ def test_this_machine_is_described(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("MASTER_PORT", "abc")
     machine = examine()
-    said = machine.describe()
-    assert "lo" in machine.interfaces and said["port"].startswith("MASTER_PORT=abc is not a port")
-    assert "NCCL_SOCKET_IFNAME=eth7" in said["variables"] and "torch 2" in said["versions"]
+    described = machine.describe()
+    assert "lo" in machine.interfaces and described["port"].startswith("MASTER_PORT=abc is not a port")
+    assert "NCCL_SOCKET_IFNAME=eth7" in described["variables"] and "torch 2" in described["versions"]
     assert "interface-not-found" in [finding.rule.name for finding in diagnose(Facts(machine=machine))]
 
 

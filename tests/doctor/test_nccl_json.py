@@ -28,12 +28,12 @@ def test_a_rank_that_answers_without_the_communicator_is_not_gone(tmp_path):
     """It has destroyed it, or has it not yet."""
     for dead, unresponsive, expected in ((1, 1, 1), (0, 1, 1), (0, 0, 0)):
         answer = changed(considered_dead=bool(dead), unresponsive=bool(unresponsive))
-        found = read(tmp_path, json.dumps(answer))[1]
-        assert found == ["ras-process-gone"] * expected
+        results = read(tmp_path, json.dumps(answer))[1]
+        assert results == ["ras-process-gone"] * expected
 
 
 def test_the_inspector_needs_enough_collectives_of_several_ranks(tmp_path):
-    assert [finding.rule.name for finding in diagnose(read_inputs([str(one) for one in LOGS[:2]]).facts)]
+    assert [finding.rule.name for finding in diagnose(read_inputs([str(path) for path in LOGS[:2]]).facts)]
     assert not diagnose(read_inputs([str(LOGS[1])]).facts), "one rank compares with none"
     for path in LOGS:
         lines = path.read_text().splitlines()
@@ -49,5 +49,5 @@ def test_a_line_of_the_inspector_that_is_cut_off_is_left_out(tmp_path):
     assert len(inputs.facts.timed) == 10 and not inputs.problems
     inputs, _ = read(tmp_path, text[100:], "node1.log")
     assert inputs.facts.timed == []
-    inputs, found = read(tmp_path, json.dumps(RAS | {"communicators": {}}))
-    assert found == [] and "not an answer of ncclras" in inputs.problems[0]
+    inputs, results = read(tmp_path, json.dumps(RAS | {"communicators": {}}))
+    assert results == [] and "not an answer of ncclras" in inputs.problems[0]

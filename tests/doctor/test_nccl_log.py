@@ -19,9 +19,9 @@ def parse(*lines):
 
 
 def test_2_21():
-    zero, one = read("nccl_2_21.log")
+    zero, first = read("nccl_2_21.log")
     assert (zero.version, zero.network, zero.fabric) == ("2.21.5", "Socket", "Socket")
-    assert dict(zero.transports[0, 1]) == {"P2P/CUMEM": 1} and dict(one.transports[1, 0]) == {"SHM": 1}
+    assert dict(zero.transports[0, 1]) == {"P2P/CUMEM": 1} and dict(first.transports[1, 0]) == {"SHM": 1}
     assert zero.devices == {0: "0", 1: "1"} and not zero.used("NET/") and zero.gdr is None
 
 

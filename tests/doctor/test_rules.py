@@ -35,10 +35,10 @@ def findings(*paths):
 
 @each_row("case", CASES)
 def test_own_input_gives_the_right_verdict(case):
-    found = findings(case)
-    assert found[0].rule.name == case.parent.name
-    assert found[0].lines, "a verdict quotes what it rests on"
-    for line in found[0].lines:
+    results = findings(case)
+    assert results[0].rule.name == case.parent.name
+    assert results[0].lines, "a verdict quotes what it rests on"
+    for line in results[0].lines:
         if line.number:
             text = Path(line.path).read_text().split("\n")[line.number - 1]
             assert line.text.strip()[:80] in text
@@ -108,17 +108,17 @@ def test_p2p_across_numa_never_from_topology_alone(with_topology):
         facts.topologies = read_inputs([str(case / "topology.txt")]).facts.topologies
     assert diagnose(facts) == []
     late = (case / "nccl.log").read_text().replace("SeqNum=2,", "SeqNum=20000,")
-    found = diagnose(Facts(texts=[to_text("late", late.encode())], topologies=facts.topologies))
-    assert [finding.rule.name for finding in found] == ["watchdog-timeout"]
+    late_results = diagnose(Facts(texts=[to_text("late", late.encode())], topologies=facts.topologies))
+    assert [finding.rule.name for finding in late_results] == ["watchdog-timeout"]
 
 
 def test_a_rule_before_the_symptoms_that_follow_from_it():
     paths = [DATA / "gpu-off-the-bus" / "dmesg.txt", DATA / "watchdog-timeout", DATA / "peer-closed"]
-    names = [found.rule.name for found in findings(*paths)]
+    names = [finding.rule.name for finding in findings(*paths)]
     assert names == ["gpu-off-the-bus", "watchdog-timeout", "peer-closed"]
 
-    first, rest = run_in_process(script, *map(str, paths)).stdout.split("Found as well")
-    assert "rule gpu-off-the-bus" in first and "a symptom, not a cause; rule watchdog-timeout" in rest
+    first, further = run_in_process(script, *map(str, paths)).stdout.split("Found as well")
+    assert "rule gpu-off-the-bus" in first and "a symptom, not a cause; rule watchdog-timeout" in further
 
 
 def machine(**changes):
@@ -165,7 +165,7 @@ OTHER_PATTERNS = [
 BY_RULE = [compiled((*r.patterns, *r.unless, *r.explains)) for r in all_rules()]
 
 
-@each_row("patterns", [*BY_RULE, *([each] for each in OTHER_PATTERNS)])
+@each_row("patterns", [*BY_RULE, *([pattern] for pattern in OTHER_PATTERNS)])
 def test_no_pattern_explodes(patterns):
     """Long lines made of what a pattern begins with, repeated, must not take more than a moment."""
     starts = [
