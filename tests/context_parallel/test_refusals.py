@@ -43,6 +43,7 @@ def test_ulysses_takes_dropout(ranks: RankPool):
         ({"mesh": "cp=2", "link": "1gbit", **PYTORCH}, "whose all-to-alls it cannot pace"),
         ({"mesh": "ep=2", "link": "1gbit"}, "whose all-to-alls it cannot pace"),
         ({"mesh": "cp=2", "loss_chunks": 2}, "must be without tp or cp above 1"),
+        ({"mesh": "cp=2", "compile": True}, "must be without tp or cp above 1"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, message):

@@ -93,13 +93,16 @@ def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule, stages_per
         adds = {action[:2]: size - before[index] for index, (action, size) in enumerate(one)}
         most = max(size for _, size in several)
         assert several[-1][1] == 0 and most == on_paper(lists[rank], adds)
+        if schedule in ("gpipe", "1f1b"):
+            assert most == most_in_flight(lists[rank]) * adds[Kind.FORWARD, rank]
         if rank == 1:  # whose stages are all alike
-            blocks = 2 // stages_per_rank
+            blocks, passes = 2 // stages_per_rank, most_in_flight(lists[1])
             assert adds[Kind.FORWARD, rank] == (blocks + 1) * HIDDEN
             if schedule == "zb-h1":
                 assert adds[Kind.BACKWARD_INPUT, rank] == (2 * blocks - (blocks + 1)) * HIDDEN
             else:
-                assert most == most_in_flight(lists[1]) * (blocks + 1) * HIDDEN
+                assert most == passes * (blocks + 1) * HIDDEN
+                assert passes == {"gpipe": MICRO_BATCHES, "1f1b": RANKS - 1, "interleaved": RANKS + 2 + 1}[schedule]
 
 
 def left_in_flight(schedule: str) -> int:

@@ -29,6 +29,7 @@ from tests.tables import each_row
             {"mesh": "pp=2", "pipeline_schedule": "zb-h1", "activation_checkpointing": "block"},
             "must be without --activation-checkpointing, since a block",
         ),
+        ({"mesh": "pp=2", "compile": True}, "^--compile: must be without pp"),
         ({"mesh": "pp=2", "lora_rank": 2}, "^--lora-rank 2: must be without pp"),
     ],
 )

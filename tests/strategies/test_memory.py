@@ -4,8 +4,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from ddp_lab.strategy.account import ModelSize
+from ddp_lab.strategy.account import ModelSize, storage_bytes
 from tests.models import LORA, Lookup, batch, build, make_batch
 from tests.parity import Case, built, one_step, strategy_of
 from tests.ranks import RankPool
@@ -112,3 +113,8 @@ def embedding_in_backward(reads: str) -> set[int]:
 def test_zero3_frees_an_embedding_before_backward_that_does_not_read_it(ranks: RankPool):
     assert ranks.run(2, embedding_in_backward, "") == [{0}, {0}]
     assert ranks.run(2, embedding_in_backward, "head") == [{4 * 30 * 8}] * 2
+
+
+def test_storage_is_counted_once():
+    base = torch.zeros(10)
+    assert storage_bytes([base, base[:5], base.view(2, 5), torch.zeros(3)]) == 52

@@ -43,6 +43,7 @@ def test_shards_are_balanced_by_elements(shapes, world_size, item_bytes):
     assert 0 <= (layout.shard_numel - layout.numel / world_size) * item_bytes < ALIGNMENT
     assert layout.shard_numel * item_bytes % ALIGNMENT == 0
     assert layout.padded_numel == layout.shard_numel * world_size
+    assert sum(p.end - p.start for rank in range(world_size) for p in layout.pieces(rank)) == layout.numel
 
 
 @given(st.lists(st.lists(st.integers(0, 6), max_size=9), min_size=1, max_size=4))
@@ -76,6 +77,7 @@ APART = {
     "columns, which lie between each other": (BASE[:, :3], BASE[:, 3:]),
     "every second": (BASE.view(-1)[::2], BASE.view(-1)[1::2]),
     "no elements": (BASE[:0], BASE),
+    "copies": (BASE, BASE.clone()),
 }
 
 
