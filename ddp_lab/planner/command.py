@@ -57,12 +57,12 @@ def mesh_or_auto(text: str) -> str:
 
 
 def build_parser(command: str = PLAN) -> argparse.ArgumentParser:
-    known = ", ".join(map(flag_name, AS_THE_RUNNERS))
+    runner_flags = ", ".join(map(flag_name, AS_THE_RUNNERS))
     parser = OneLineParser(
         "ddp-lab plan",
         "ddp-lab plan [search|memory|measure] [flags]",
         description=__doc__,
-        epilog=f"As the runner's (ddp-lab train zero1 --help): {known}",
+        epilog=f"As the runner's (ddp-lab train zero1 --help): {runner_flags}",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=24, width=120),
     )
     add, count, amount = parser.add_argument, at_least(1), at_least(0, float)
@@ -129,16 +129,16 @@ def build_parser(command: str = PLAN) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prepare_process()  # `measure` times operators as runs have them
-    command, rest = PLAN, list(arguments)
-    if rest and not rest[0].startswith("-"):
-        command = rest.pop(0)
+    command, flags = PLAN, list(arguments)
+    if flags and not flags[0].startswith("-"):
+        command = flags.pop(0)
     if command not in COMMANDS:
         OneLineParser("ddp-lab plan").error(unknown_name("command", command, COMMANDS))
     parser = build_parser(command)
-    options, unknown = parser.parse_known_args(rest)
+    options, unknown = parser.parse_known_args(flags)
     if unknown:
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        parser.error(unknown_name("argument", unknown[0], known))
+        flag_names = [flag for action in parser._actions for flag in action.option_strings]
+        parser.error(unknown_name("argument", unknown[0], flag_names))
     is_formula = getattr(options, "parameters", None) is not None
     if command != MEASURE and not is_formula and options.gpus is None:
         parser.error("--gpus is missing: give how many devices and which, such as 2xL4 --link pcie4")

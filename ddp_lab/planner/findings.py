@@ -38,36 +38,38 @@ UNSURE = "and what the allocator keeps unused is not in the peak"
 def equally_fast(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Of those that leave a tenth of the memory free, or if none does, of those that fit, the fastest and those that
     are equally fast."""
-    fitting = [found for found in outcomes if found.fits()]
-    fitting = [found for found in fitting if found.fits(TIGHT)] or fitting
-    limit_s = min((found.step_s for found in fitting), default=0.0) * (1 + AS_FAST)
-    return [found for found in fitting if found.step_s <= limit_s]
+    fitting = [outcome for outcome in outcomes if outcome.fits()]
+    fitting = [outcome for outcome in fitting if outcome.fits(TIGHT)] or fitting
+    limit_s = min((outcome.step_s for outcome in fitting), default=0.0) * (1 + AS_FAST)
+    return [outcome for outcome in fitting if outcome.step_s <= limit_s]
 
 
 def recommended(outcomes: Sequence[Outcome]) -> Outcome | None:
     """Of the equally fast ones, the first of those that leave ample room, if one does without a mesh; if none leaves
     it, the one with the smallest peak. None if none fits."""
     equal = equally_fast(outcomes)
-    roomy = sorted((found for found in equal if found.fits(AMPLE)), key=lambda found: found.case.mesh is not None)
-    return roomy[0] if roomy else min(equal, key=lambda found: found.peak_bytes, default=None)
+    roomy = sorted(
+        (outcome for outcome in equal if outcome.fits(AMPLE)), key=lambda outcome: outcome.case.mesh is not None
+    )
+    return roomy[0] if roomy else min(equal, key=lambda outcome: outcome.peak_bytes, default=None)
 
 
 def front(outcomes: Sequence[Outcome], best: Outcome) -> list[Outcome]:
     """The best, and those that no other beats both in speed and in memory to spare, the fastest first."""
-    kept, most = [best], -1.0
-    for found in sorted(outcomes, key=lambda found: (found.step_s, -found.spare_bytes)):
-        if found.fits(TIGHT if best.fits(TIGHT) else 0.0) and found.spare_bytes > most:
-            most = found.spare_bytes
-            kept += [found] * (found is not best)
-    return kept[:MOST_ROWS]
+    rows, most = [best], -1.0
+    for outcome in sorted(outcomes, key=lambda outcome: (outcome.step_s, -outcome.spare_bytes)):
+        if outcome.fits(TIGHT if best.fits(TIGHT) else 0.0) and outcome.spare_bytes > most:
+            most = outcome.spare_bytes
+            rows += [outcome] * (outcome is not best)
+    return rows[:MOST_ROWS]
 
 
 def reasons(outcomes: Sequence[Outcome], searches: bool = False) -> list[str]:
     """Which case to take and why, or what is missing."""
-    known = [found for found in outcomes if found.simulated]
-    if not known:
+    simulated = [outcome for outcome in outcomes if outcome.simulated]
+    if not simulated:
         return ["No strategy could be simulated, so there is nothing to recommend."]
-    leanest, best = min(known, key=lambda found: found.peak_bytes), recommended(outcomes)
+    leanest, best = min(simulated, key=lambda outcome: outcome.peak_bytes), recommended(outcomes)
     if best is None:
         nearest = f"{described(leanest) if searches else leanest.case.name} comes nearest"
         return [
@@ -83,8 +85,8 @@ def reasons(outcomes: Sequence[Outcome], searches: bool = False) -> list[str]:
         "spare.",
         f"Run it: {runner_command(best.case)}",
     ]
-    fits = [found for found in known if found.fits()]
-    fastest = min(fits, key=lambda found: found.step_s)
+    fits = [outcome for outcome in simulated if outcome.fits()]
+    fastest = min(fits, key=lambda outcome: outcome.step_s)
     if not best.fits(TIGHT):
         sentences.append(f"Nothing leaves a tenth of the memory free, {UNSURE}.")
     elif not fastest.fits(TIGHT) and fastest.step_s < best.step_s:
@@ -98,8 +100,8 @@ def reasons(outcomes: Sequence[Outcome], searches: bool = False) -> list[str]:
     equal = equally_fast(outcomes)
     if len(equal) > 1:
         why = "it is the simplest of them with ample room" if best.fits(AMPLE) else "its peak is the smallest of them"
-        others = listed([found.case.name for found in equal if found is not best])
-        sentences.append(f"Equally fast within {AS_FAST:.0%}: {others}; {name} is taken since {why}.")
+        names = listed([outcome.case.name for outcome in equal if outcome is not best])
+        sentences.append(f"Equally fast within {AS_FAST:.0%}: {names}; {name} is taken since {why}.")
     if leanest.peak_bytes < 0.95 * best.peak_bytes:
         sentences.append(
             f"For larger batches or models, {leanest.case.name} has the smallest peak: {gib(leanest.peak_bytes)}, at "
@@ -111,32 +113,32 @@ def reasons(outcomes: Sequence[Outcome], searches: bool = False) -> list[str]:
     return sentences
 
 
-def described(found: Outcome) -> str:
+def described(outcome: Outcome) -> str:
     """`zero2, 4 micro-batches of 2, recomputation selective`."""
-    steps, micro = found.case.config.grad_accum_steps, found.case.micro_batch_size
+    steps, micro = outcome.case.config.grad_accum_steps, outcome.case.micro_batch_size
     count = f"{steps} micro-batches" if steps > 1 else "one micro-batch"
-    again = "no recomputation" if found.case.level == NO_RECOMPUTATION else f"recomputation {found.case.level}"
-    return f"{found.case.name}, {count} of {micro}, {again}{', compiled' * found.case.config.strategy.compile}"
+    again = "no recomputation" if outcome.case.level == NO_RECOMPUTATION else f"recomputation {outcome.case.level}"
+    return f"{outcome.case.name}, {count} of {micro}, {again}{', compiled' * outcome.case.config.strategy.compile}"
 
 
 def checkpoints(best: Outcome, mtbf_hours: float, gb_per_s: float) -> str:
     """How often to save one, and what that costs."""
-    held = checkpoint_bytes(best.case.model, best.case.config.strategy.precision)
-    interval_s, share = best_interval(held / gb_per_s / 1e9, mtbf_hours * HOUR_S)
+    nbytes = checkpoint_bytes(best.case.model, best.case.config.strategy.precision)
+    interval_s, share = best_interval(nbytes / gb_per_s / 1e9, mtbf_hours * HOUR_S)
     return (
-        f"Checkpoints: {gib(held)} take {held / gb_per_s / 1e9:,.1f} s at {gb_per_s:g} GB/s; with a failure every "
+        f"Checkpoints: {gib(nbytes)} take {nbytes / gb_per_s / 1e9:,.1f} s at {gb_per_s:g} GB/s; with a failure every "
         f"{mtbf_hours:g} hours save one every {interval_s / 60:,.1f} minutes (--checkpoint-every "
         f"{max(1, round(interval_s / best.step_s))}), which with what failures undo costs {share:.1%} (Young, Daly)."
     )
 
 
-def speed(found: Outcome) -> str:
+def speed(outcome: Outcome) -> str:
     """Samples or tokens a second, and what all tokens take and cost, if that is asked."""
-    figures = rates(found.case, found.step_s, None)
-    said = f"{figures['samples_per_second']:,.1f} samples/s"
+    figures = rates(outcome.case, outcome.step_s, None)
+    throughput = f"{figures['samples_per_second']:,.1f} samples/s"
     if "tokens_per_second" in figures:
-        said = f"{figures['tokens_per_second']:,.0f} tokens/s"
-    return said + total(figures)
+        throughput = f"{figures['tokens_per_second']:,.0f} tokens/s"
+    return throughput + total(figures)
 
 
 def total(figures: Mapping[str, float]) -> str:
@@ -145,8 +147,8 @@ def total(figures: Mapping[str, float]) -> str:
     return f", {figures['training_hours']:,.1f} hours{dollars} in all" if "training_hours" in figures else ""
 
 
-def gib(held: float) -> str:
-    return f"{held / GIB:,.2f} GiB"
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.2f} GiB"
 
 
 # Beside it: one axis released -----------------------------------------------------------------------------------------
@@ -201,17 +203,17 @@ def changed(case: Case, changes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
 def what_fits(name: str, tried: Sequence[str], outcomes: Sequence[Outcome]) -> str:
     """Which of the changes that were tried make room for what comes nearest."""
     fitting = [
-        f"{words} ({gib(found.peak_bytes)} at the peak, {found.step_s * 1e3:,.1f} ms a step{price_of(found)})"
-        for words, found in zip(tried, outcomes, strict=True)
-        if found.fits()
+        f"{words} ({gib(outcome.peak_bytes)} at the peak, {outcome.step_s * 1e3:,.1f} ms a step{price_of(outcome)})"
+        for words, outcome in zip(tried, outcomes, strict=True)
+        if outcome.fits()
     ]
     any_of = f"any of: {'; '.join(fitting)}" if fitting else f"none of: {'; '.join(tried)}"
     return f"{name} would fit with {any_of}."
 
 
-def price_of(found: Outcome) -> str:
+def price_of(outcome: Outcome) -> str:
     """What all tokens cost, or a billion, or samples; empty without a price."""
-    figures = rates(found.case, found.step_s, None)
+    figures = rates(outcome.case, outcome.step_s, None)
     if "training_hours" not in figures and "cost_per_billion_tokens" in figures:
         return f", {figures['cost_per_billion_tokens']:,.0f} $ for a billion tokens"
     if "cost_per_million_samples" in figures:
@@ -222,9 +224,9 @@ def price_of(found: Outcome) -> str:
 def what_is_faster(best: Outcome, tried: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
     """Which of the changes that were tried take less time than the recommended case, and fit."""
     faster = [
-        f"{words} {found.step_s * 1e3:,.1f} ms a step and {gib(found.peak_bytes)}"
-        for words, found in zip(tried, outcomes, strict=True)
-        if found.fits() and found.step_s < best.step_s
+        f"{words} {outcome.step_s * 1e3:,.1f} ms a step and {gib(outcome.peak_bytes)}"
+        for words, outcome in zip(tried, outcomes, strict=True)
+        if outcome.fits() and outcome.step_s < best.step_s
     ]
     return [f"Faster, of {best.case.name}: {listed(faster)} at the peak."] if faster else []
 
@@ -242,15 +244,18 @@ def headline(space: Space) -> str:
     samples = f"samples{sizes_of[case.model.kind]}"
     sizes, counts = (
         " or ".join(map(str, sorted(numbers)))
-        for numbers in ({each.micro_batch_size for each in cases}, {each.config.grad_accum_steps for each in cases})
+        for numbers in (
+            {mesh_case.micro_batch_size for mesh_case in cases},
+            {mesh_case.config.grad_accum_steps for mesh_case in cases},
+        )
     )
-    given = {name: config.as_dict()[name] for name in NAMED if not (len(cases) > 1 and name == "mesh")}
+    values = {name: config.as_dict()[name] for name in NAMED if not (len(cases) > 1 and name == "mesh")}
     settings = [
         *[case.model.task] * (case.model.kind == "tokens"),
         config.strategy.precision,
-        *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NO_RECOMPUTATION, 1)),
-        *["--sequence-parallel"] * any(each.config.sequence_parallel for each in cases),
-        *{f"pipelines {each.config.pipeline_schedule}" for each in cases if each.config.has_stages},
+        *(f"{flag_name(name)} {value}" for name, value in values.items() if value not in (None, NO_RECOMPUTATION, 1)),
+        *["--sequence-parallel"] * any(mesh_case.config.sequence_parallel for mesh_case in cases),
+        *{f"pipelines {mesh_case.config.pipeline_schedule}" for mesh_case in cases if mesh_case.config.has_stages},
     ]
     steps = f": {counts} micro-batch{'es' * (counts != '1')} of {sizes} on each rank" * (not space.any_steps)
     return (
@@ -263,8 +268,10 @@ def headline(space: Space) -> str:
 def notes(outcomes: Sequence[Outcome], left_out: Sequence[str]) -> list[str]:
     """What is not known of a choice, with all choices that it is about, and what is left out."""
     by_note: dict[str, list[str]] = {}
-    for found in outcomes:
-        by_note.setdefault(note(found.simulated) if found.simulated else found.reason, []).append(found.case.name)
+    for outcome in outcomes:
+        by_note.setdefault(note(outcome.simulated) if outcome.simulated else outcome.reason, []).append(
+            outcome.case.name
+        )
     about = [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in by_note.items() if text]
     return about + [f"Left out: {line}" for line in left_out]
 
@@ -277,13 +284,13 @@ def certainty(space: Space) -> list[str]:
     spare = "a device's memory, less what is outside torch" if is_cuda else "a rank's part of the machine's memory"
     lines = []
     if is_cuda:
-        least, most = (gib(bound(each.outside_bytes for each in cases)) for bound in (min, max))
+        least, most = (gib(bound(mesh_case.outside_bytes for mesh_case in cases)) for bound in (min, max))
         amount = least if least == most else f"{least} to {most}, by mesh"
         lines.append(f"Outside torch: {amount} for CUDA and NCCL ({hardware.table()['outside']['source']}).")
-    if any(each.config.has_experts for each in cases):
+    if any(mesh_case.config.has_experts for mesh_case in cases):
         lines.append("Experts: each is assumed to get equally many tokens; one that gets more holds up all ranks.")
     # No plan has a dropout of attention: kernels keep nothing for it. But a ring refuses to run with it.
-    has_ring = any(each.config.cuts_tokens and each.config.context_parallel != ULYSSES for each in cases)
+    has_ring = any(mesh_case.config.cuts_tokens and mesh_case.config.context_parallel != ULYSSES for mesh_case in cases)
     if has_ring and (dropout := case.model.attention_dropout):
         what = "A ring refuses to run with it: set it to 0 in the model's config, or take ulysses."
         lines.append(f"Dropout: that of attention ({dropout:g}) is left out. {what}")
@@ -294,8 +301,8 @@ def certainty(space: Space) -> list[str]:
     lines += costs.sources
     if is_cuda and case.config.strategy.offload:
         lines.append(f"Host: {hardware.host(cluster.ranks_per_node).source}.")
-    said = f"none is listed for {cluster.device.name}; --price PER_HOUR adds what tokens cost."
+    missing = f"none is listed for {cluster.device.name}; --price PER_HOUR adds what tokens cost."
     return [
         *lines,
-        f"Price: ${price.amount:g} an hour for each device ({price.source})." if price else f"Price: {said}",
+        f"Price: ${price.amount:g} an hour for each device ({price.source})." if price else f"Price: {missing}",
     ]

@@ -50,9 +50,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for stage in stages:
         states = [*state_bytes(elements, ranks, stage, precision, casts).values()]
         least = least_ranks(elements, stage, precision, memory_bytes, casts=casts)
-        choice, held = simulated.get(stage, ("", []))
+        choice, peak_bytes = simulated.get(stage, ("", []))
         cells = [stage, formula(stage, precision, casts), *map(gib, [*states, sum(states)])]
-        table.add_row(*cells, f"{least:,}" if least else "never", choice, *map(gib, held))
+        table.add_row(*cells, f"{least:,}" if least else "never", choice, *map(gib, peak_bytes))
     console.print(table, "")
     if not simulated:
         console.print(
@@ -76,17 +76,17 @@ def simulated_stages(
     space = replace(space, choices=choices)
     with simulating(options.jobs) as simulate:
         outcomes, _ = searched(Search(space), space, simulate, None, console)
-    by_choice = {found.case.config.choice: found for found in outcomes}
+    by_choice = {outcome.case.config.choice: outcome for outcome in outcomes}
     peaks: dict[str, tuple[str, list[float]]] = {}
     for stage, choice in zip(stages, choices, strict=True):
-        found = by_choice[choice]
-        if found.simulated is None:
-            raise UserError(f"{found.case.name}: {found.reason}")
-        at_peak = found.simulated.memory.at_peak
-        peaks[stage] = found.case.name, [*(at_peak.get(name, 0) for name in COMPONENTS), found.peak_bytes]
+        outcome = by_choice[choice]
+        if outcome.simulated is None:
+            raise UserError(f"{outcome.case.name}: {outcome.reason}")
+        at_peak = outcome.simulated.memory.at_peak
+        peaks[stage] = outcome.case.name, [*(at_peak.get(name, 0) for name in COMPONENTS), outcome.peak_bytes]
     cut, shards = shares(case)
     return case.model.elements() / cut, shards, case.usable_bytes, peaks
 
 
-def gib(held: float) -> str:
-    return f"{held / GIB:,.2f}"
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.2f}"

@@ -58,28 +58,28 @@ def find(name: str) -> Model:
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".json":
         return from_file(path)
-    wanted = plain(name)
+    plain_name = plain(name)
     if name in BUILT_IN_LANGUAGE:
         return of_workload(name)
     if is_own(name):
         return checked(Model(name, WORKLOAD, {}))
-    spellings = {plain(known).partition("/")[2]: model for known, model in table().items()}
-    spellings |= {plain(known): model for known, model in table().items()}
-    if wanted in spellings:
-        return spellings[wanted]
-    longer = {model.name: model for spelling, model in spellings.items() if spelling.startswith(f"{wanted}-")}
+    spellings = {plain(hub_name).partition("/")[2]: model for hub_name, model in table().items()}
+    spellings |= {plain(hub_name): model for hub_name, model in table().items()}
+    if plain_name in spellings:
+        return spellings[plain_name]
+    longer = {model.name: model for spelling, model in spellings.items() if spelling.startswith(f"{plain_name}-")}
     if len(longer) == 1:
         return longer.popitem()[1]
-    near = unknown_name("model", name, [*table(), *(known.partition("/")[2] for known in table())])
+    near = unknown_name("model", name, [*table(), *(hub_name.partition("/")[2] for hub_name in table())])
     raise UserError(f"{near} Or give a local folder with a config.json, or --d-model, --d-ff and --layers")
 
 
 def of_workload(name: str) -> Model:
     """The language model of one of `BUILT_IN_LANGUAGE`."""
     with torch.device("meta"):
-        own: Any = sample_model(RunConfig(workload=name)).config
-    config = {key: value for key, value in own.to_diff_dict().items() if key not in NOT_OF_THE_SHAPE}
-    return Model(name, own.model_type, config, task=CAUSAL_LM)
+        configuration: Any = sample_model(RunConfig(workload=name)).config
+    config = {key: value for key, value in configuration.to_diff_dict().items() if key not in NOT_OF_THE_SHAPE}
+    return Model(name, configuration.model_type, config, task=CAUSAL_LM)
 
 
 def plain(name: str) -> str:

@@ -100,14 +100,20 @@ def extrapolated(low: Simulated, high: Simulated, times: float, parts: bool = Fa
         return before + times * (after - before)
 
     def of_components(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-        return {name: round(grown(before.get(name, 0), held)) for name, held in after.items()}
+        return {name: round(grown(before.get(name, 0), size)) for name, size in after.items()}
 
-    rest, most = low.memory, high.memory
-    at_rest = of_components(rest.at_rest, most.at_rest)
-    at_peak = {name: held + at_rest[name] - most.at_rest[name] for name, held in most.at_peak.items()}
+    low_memory, high_memory = low.memory, high.memory
+    at_rest = of_components(low_memory.at_rest, high_memory.at_rest)
+    at_peak = {
+        name: component_bytes + at_rest[name] - high_memory.at_rest[name]
+        for name, component_bytes in high_memory.at_peak.items()
+    }
     if parts:
-        peaks = [of_components(rest.peaks[part], most.peaks[part]) for part in rest.peaks.keys() & most.peaks.keys()]
-        at_peak = max(peaks, key=lambda held: sum(held.values()))
+        peaks = [
+            of_components(low_memory.peaks[part], high_memory.peaks[part])
+            for part in low_memory.peaks.keys() & high_memory.peaks.keys()
+        ]
+        at_peak = max(peaks, key=lambda component_bytes: sum(component_bytes.values()))
     memory = MemoryCurve(at_rest, at_peak)
     return Simulated(
         grown(low.step_time_s, high.step_time_s),

@@ -46,13 +46,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
     with simulating(options.jobs) as simulate:
         outcomes, best = searched(search, space, simulate, options.jobs, console)
         beside = besides(outcomes, best, simulate, space.searches)
-    shown = [found for found in outcomes if found.simulated or len(space.cases) == 1]
+    shown = [outcome for outcome in outcomes if outcome.simulated or len(space.cases) == 1]
     if space.searches:
         shown = findings.front(outcomes, best) if best else []
     if shown:
         console.print("", printed(framed(shown)), "")
     if space.searches:
-        fit = sum(found.fits() for found in outcomes)
+        fit = sum(outcome.fits() for outcome in outcomes)
         console.print(f"{len(outcomes)} settings were simulated, and {fit} of them fit.")
     left_out = [*space.left_out, *search.left_out.values()]
     lines = [*findings.notes(outcomes, left_out), *findings.reasons(outcomes, space.searches), *beside]
@@ -103,32 +103,32 @@ def searched(
     of = f"simulating {f'{total} ' if total else ''}strategies for {space.cases[0].model.name}"
     outcomes: list[Outcome] = []
     with long_work(of, total) as tell:
-        for found in search.run(simulate, jobs or 2):
-            outcomes.append(found)
-            tell(f"{findings.described(found) if space.searches else found.case.name}: {found.gist}")
+        for outcome in search.run(simulate, jobs or 2):
+            outcomes.append(outcome)
+            tell(f"{findings.described(outcome) if space.searches else outcome.case.name}: {outcome.gist}")
     if space.searches:
-        outcomes.sort(key=lambda found: found.step_s)
+        outcomes.sort(key=lambda outcome: outcome.step_s)
     return outcomes, findings.recommended(outcomes)
 
 
 def besides(outcomes: Sequence[Outcome], best: Outcome | None, simulate: Simulate, searches: bool = False) -> list[str]:
     """Sentences on what would make the choice fit that comes nearest, and on what the recommended one gives up: the
     same cases with one axis released, simulated."""
-    too_large = [found for found in outcomes if found.simulated and not found.fits()]
-    nearest = min(too_large, key=lambda found: found.peak_bytes, default=None)
+    too_large = [outcome for outcome in outcomes if outcome.simulated and not outcome.fits()]
+    nearest = min(too_large, key=lambda outcome: outcome.peak_bytes, default=None)
     smaller = list(findings.remedies(nearest.case, best is None)) if nearest and not (searches and best) else []
     faster = list(findings.hints(best.case)) if best and not searches else []
     variants = [*smaller, *faster]
     if not variants:
         return []
-    others: list[Outcome] = []
+    trials: list[Outcome] = []
     with long_work(f"simulating {len(variants)} variant{'s' * (len(variants) > 1)}", len(variants)) as tell:
-        for (words, case), found in zip(variants, simulate([case for _, case in variants]), strict=True):
-            others.append(found)
-            tell(f"{case.name} with {words}: {found.gist}")
+        for (words, case), outcome in zip(variants, simulate([case for _, case in variants]), strict=True):
+            trials.append(outcome)
+            tell(f"{case.name} with {words}: {outcome.gist}")
     tried, count = [words for words, _ in variants], len(smaller)
-    sentences = [findings.what_fits(nearest.case.name, tried[:count], others[:count])] if nearest and smaller else []
-    return sentences + (findings.what_is_faster(best, tried[count:], others[count:]) if best else [])
+    sentences = [findings.what_fits(nearest.case.name, tried[:count], trials[:count])] if nearest and smaller else []
+    return sentences + (findings.what_is_faster(best, tried[count:], trials[count:]) if best else [])
 
 
 # What the command line says -------------------------------------------------------------------------------------------
@@ -160,10 +160,13 @@ def space_of(options: argparse.Namespace) -> Space:
     if any_mesh:
         cases, left_out = on_all_meshes(case, vars(options))
     if not options.grad_accum_steps:
-        cases = [filled(each) for each in cases]
+        cases = [filled(mesh_case) for mesh_case in cases]
     if options.searches and any_mesh:  # all ranks see different samples without a mesh, too
-        is_needless = [each.mesh is not None and list(each.mesh.degrees) == [DATA] for each in cases]
-        cases = [each.but(mesh=None) if needless else each for each, needless in zip(cases, is_needless, strict=True)]
+        is_needless = [mesh_case.mesh is not None and list(mesh_case.mesh.degrees) == [DATA] for mesh_case in cases]
+        cases = [
+            mesh_case.but(mesh=None) if needless else mesh_case
+            for mesh_case, needless in zip(cases, is_needless, strict=True)
+        ]
     choices = tuple(options.choices.split(",")) if options.choices else SEARCHED if options.searches else ()
     if cluster.world_size == 1 and not options.choices:  # all choices do the same there
         choices = ALONE
@@ -184,12 +187,12 @@ def case_of(options: argparse.Namespace) -> Case:
         UserError: it makes no sense.
     """
     later = {"mesh", *chain(*WITH_DIMENSION.values())} if options.mesh == AUTO else set()
-    given = {name: getattr(options, name) for name in {"mesh", *AS_THE_RUNNERS} - later}
-    given["grad_accum_steps"] = steps = options.grad_accum_steps or 1
+    settings = {name: getattr(options, name) for name in {"mesh", *AS_THE_RUNNERS} - later}
+    settings["grad_accum_steps"] = steps = options.grad_accum_steps or 1
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
     if options.global_batch_size is None:
-        given["global_batch_size"] = BatchSettings(grad_accum_steps=steps).nearest_batch(cluster.world_size)
-    config = RunConfig.of(**given)
+        settings["global_batch_size"] = BatchSettings(grad_accum_steps=steps).nearest_batch(cluster.world_size)
+    config = RunConfig.of(**settings)
     model = replace(chosen_model(options), lora_rank=config.lora_rank)
     model.require_length(options.sequence_length)
     price = listed_price(cluster.device.name) if options.price is None else Price(options.price)
@@ -203,15 +206,15 @@ def chosen_model(options: argparse.Namespace) -> Model:
         UserError: they name none, or two, or one that cannot be built, or not for this task.
     """
     sizes = {name: getattr(options, name) for name in SIZES}
-    given = [name for name in SIZES if sizes[name] is not None]
-    missing = [name for name in SIZES[:3] if name not in given]
-    if options.workload and (options.model or given):
+    size_flags = [name for name in SIZES if sizes[name] is not None]
+    missing = [name for name in SIZES[:3] if name not in size_flags]
+    if options.workload and (options.model or size_flags):
         raise UserError("--workload: does not go with another model; leave one of them out")
     if options.workload and not (is_own(options.workload) or options.workload in BUILT_IN_LANGUAGE):
         raise UserError(f"--workload {options.workload}: give FILE.py:FUNCTION of your own, or its model by --model")
     if name := options.model or options.workload:
-        if given:
-            raise UserError(f"{flag_name(given[0])} is for a model by sizes; it does not go with --model {name}")
+        if size_flags:
+            raise UserError(f"{flag_name(size_flags[0])} is for a model by sizes; it does not go with --model {name}")
         model = models.find(name)
     elif len(missing) == 3:
         raise UserError("no model: give --model, --workload, or --d-model, --d-ff and --layers")

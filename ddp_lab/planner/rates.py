@@ -53,7 +53,7 @@ def checkpoint_bytes(model: Model, precision: str) -> int:
     """Of weights, and of Adam's states of those that train."""
     of_weight, _, of_states = PRECISIONS.get(precision, PRECISIONS["fp32"])[0]
     parameters = list(skeleton(model).parameters())
-    return sum(each.numel() * (of_weight + of_states * each.requires_grad) for each in parameters)
+    return sum(parameter.numel() * (of_weight + of_states * parameter.requires_grad) for parameter in parameters)
 
 
 def flops_of_a_sample(model: Model, sequence_length: int) -> float | None:
@@ -84,10 +84,10 @@ def multiplied(module: nn.Module, experts_per_token: int | None) -> float | None
     None if there are experts, and not said how many a token gets.
     """
     total = 0.0
-    for each in module.modules():
-        if isinstance(each, nn.Embedding | nn.Conv1d):
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.Conv1d):
             continue
-        for name, weight in each.named_parameters(recurse=False):
+        for name, weight in layer.named_parameters(recurse=False):
             if weight.ndim == 2 and "bias" not in name:
                 total += weight.numel()
             elif weight.ndim == 3:  # transformers stacks experts

@@ -102,13 +102,13 @@ class Search:
         Args:
             at_once: Cases of a search that are simulated before it goes on.
         """
-        order, done, searches = count(), 0, self._space.searches
+        order, simulations, searches = count(), 0, self._space.searches
         roots = self.that_may_fit(list(self._space.roots()))
-        seen = {case.config for case in roots}
+        queued = {case.config for case in roots}
         # Pipelines come last, when others have told how fast they must be.
         queue = [(case.config.has_stages, 0.0, next(order), case) for case in roots]
         heapq.heapify(queue)
-        while queue and (done < MOST or not searches):
+        while queue and (simulations < MOST or not searches):
             cases, is_late = list[Case](), queue[0][0]
             while queue and queue[0][0] == is_late and (len(cases) < at_once or not searches):
                 _, bound_s, _, case = heapq.heappop(queue)
@@ -117,17 +117,17 @@ class Search:
                     heapq.heappush(queue, (is_late, least_s, next(order), case))
                 elif self.is_needless(case, bound_s):
                     self.leave_out(case, bound_s)
-                elif (smaller := self.with_room(case)) is case or smaller.config not in seen:
-                    seen.add(smaller.config)
+                elif (smaller := self.with_room(case)) is case or smaller.config not in queued:
+                    queued.add(smaller.config)
                     cases.append(smaller)
-            for found in simulate(cases):
-                done += 1
-                self.learn(found)
-                yield found
-                for leaner in self.leaner(found):
-                    if leaner.config not in seen:
-                        seen.add(leaner.config)
-                        heapq.heappush(queue, (is_late, found.step_s, next(order), leaner))
+            for outcome in simulate(cases):
+                simulations += 1
+                self.learn(outcome)
+                yield outcome
+                for leaner in self.leaner(outcome):
+                    if leaner.config not in queued:
+                        queued.add(leaner.config)
+                        heapq.heappush(queue, (is_late, outcome.step_s, next(order), leaner))
 
     def that_may_fit(self, cases: list[Case]) -> list[Case]:
         """Those whose states alone a device has room for, or if none has, those of the smallest. All, where the mesh
@@ -165,7 +165,9 @@ class Search:
             return
         if (peak := self.least_peak(case)) > case.usable_bytes:
             self._without_room[case.name] = peak
-            least, most = (f"{held / GIB:,.0f} GiB" for held in (min(self._without_room.values()), case.usable_bytes))
+            least, most = (
+                f"{nbytes / GIB:,.0f} GiB" for nbytes in (min(self._without_room.values()), case.usable_bytes)
+            )
             why = f"states and activations are at least {least}, and {most} can be used"
             self.left_out["room"] = f"{', '.join(self._without_room)}: {why}"
         elif self.best and self._space.searches:
@@ -177,10 +179,10 @@ class Search:
                 f"{self.best.case.name} takes {self.best.step_s * 1e3:,.0f} ms"
             )
 
-    def learn(self, found: Outcome) -> None:
-        if found.fits(TIGHT) and (self.best is None or found.step_s < self.best.step_s):
-            self.best = found
-        case, key, simulated = found.case, alike(found.case), found.simulated
+    def learn(self, outcome: Outcome) -> None:
+        if outcome.fits(TIGHT) and (self.best is None or outcome.step_s < self.best.step_s):
+            self.best = outcome
+        case, key, simulated = outcome.case, alike(outcome.case), outcome.simulated
         if simulated is None or case.config.has_stages:
             return
         micro, (_, compute_s) = case.micro_batch_size, self._computed.get(key, (0, float("inf")))
@@ -215,18 +217,20 @@ class Search:
     def with_room(self, case: Case) -> Case:
         """The case, or with a smaller micro-batch: the largest that may fit, or of one sample."""
         tried = [case, *self.smaller(case)]
-        return next((each for each in tried if self.least_peak(each) <= each.usable_bytes), tried[-1])
+        return next(
+            (candidate for candidate in tried if self.least_peak(candidate) <= candidate.usable_bytes), tried[-1]
+        )
 
-    def leaner(self, found: Outcome) -> Iterator[Case]:
+    def leaner(self, outcome: Outcome) -> Iterator[Case]:
         """What holds less, one change away: the next level of recomputation (also the next that is compiled alike), and
         the next smaller micro-batch that may fit.
 
         Of what does not fit, activations of a smaller micro-batch are at least its share of these, so that sizes with
         which these alone are too many are left out.
         """
-        if found.simulated is None:
+        if outcome.simulated is None:
             return
-        case, memory = found.case, found.simulated.memory
+        case, memory = outcome.case, outcome.simulated.memory
         ways = self._space.ways(case)
         later = ways[[way.level for way in ways].index(case.level) + 1 :]
         alike_later = [way for way in later if way.config.strategy.compile == case.config.strategy.compile]
@@ -234,6 +238,6 @@ class Search:
         activations = memory.at_peak.get("activations", 0)
         for smaller in self.smaller(case):
             freed = activations * (1 - smaller.micro_batch_size / case.micro_batch_size)
-            if found.fits() or memory.peak_bytes - freed <= case.usable_bytes:
+            if outcome.fits() or memory.peak_bytes - freed <= case.usable_bytes:
                 yield smaller
                 return

@@ -178,24 +178,24 @@ class Space:
             UserError: a choice does not exist, or goes with none of the meshes.
         """
         existing = [name for registry in REGISTRIES.values() for name in registry.sentences]
-        known = list(dict.fromkeys(name for case in self.cases for name in entrypoints(case.mesh)))
+        on_meshes = list(dict.fromkeys(name for case in self.cases for name in entrypoints(case.mesh)))
         for name in self.choices:
             if name not in existing:
                 raise UserError(f"--choices: {unknown_name('strategy', name, existing)}")
-            if name not in known and self.choices != SEARCHED:
+            if name not in on_meshes and self.choices != SEARCHED:
                 where = ", ".join(str(case.mesh) for case in self.cases if case.mesh) or "no mesh with tp or pp"
-                raise UserError(f"--choices: {name} does not go with {where}; these do: {', '.join(known)}")
+                raise UserError(f"--choices: {name} does not go with {where}; these do: {', '.join(on_meshes)}")
 
     def ways(self, case: Case) -> list[Case]:
         """The case at each level of recomputation, compiled where that is wanted and goes."""
-        found: list[Case] = []
+        variants: list[Case] = []
         for level, compiled in product(self.levels or [case.level], self.compiled or [case.config.strategy.compile]):
             try:
                 way = case.but(activation_checkpointing=level, compile=compiled)
             except UserError:  # it does not go with another setting
                 continue
-            found += [way] * (not found or found[-1].level != level)
-        return found
+            variants += [way] * (not variants or variants[-1].level != level)
+        return variants
 
     def roots(self) -> Iterator[Case]:
         """Each choice on each mesh with the largest micro-batch in the fastest way. Where a search is on one pipeline,

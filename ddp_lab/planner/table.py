@@ -119,7 +119,7 @@ def row(outcome: Outcome, flops: float | None = None) -> dict[str, Any]:
         "fits": "yes" if outcome.fits() else "no",
         "spare_bytes": outcome.spare_bytes,
         "peak_bytes": outcome.peak_bytes,
-        **{f"peak_{component}_bytes": held for component, held in simulated.memory.at_peak.items()},
+        **{f"peak_{component}_bytes": nbytes for component, nbytes in simulated.memory.at_peak.items()},
         "resting_bytes": sum(simulated.memory.at_rest.values()),
         "step_time_ms": outcome.step_s * 1e3,
         "step_time_low_ms": low * 1e3,
@@ -141,24 +141,24 @@ def note(simulated: Simulated) -> str:
 def rates(case: Case, step_s: float, flops: float | None) -> dict[str, float]:
     """What a step of so many seconds means in samples, tokens, use of the devices, and money."""
     devices, samples = case.cluster.world_size, case.config.global_batch_size / step_s
-    found = {"samples_per_second": samples}
+    figures = {"samples_per_second": samples}
     a_second = None if case.price is None else case.price.amount * devices / HOUR_S
     tf32 = {"tf32": case.model.kind != "tokens"}  # as torch computes convolutions by default
     device = case.cluster.device
     peak = device.peak.get(dtype_of(case.config.as_dict() | tf32)) if device.kind == "cuda" else None
     if flops and peak:
-        found["mfu_pct"] = 100 * flops * samples / (peak * devices)
+        figures["mfu_pct"] = 100 * flops * samples / (peak * devices)
     if case.model.kind != "tokens":
-        return found | ({} if a_second is None else {"cost_per_million_samples": a_second / samples * 1e6})
+        return figures | ({} if a_second is None else {"cost_per_million_samples": a_second / samples * 1e6})
     tokens = samples * case.sequence_length
-    found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / devices}
+    figures |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / devices}
     if a_second is not None:
-        found["cost_per_billion_tokens"] = a_second / tokens * 1e9
+        figures["cost_per_billion_tokens"] = a_second / tokens * 1e9
     if case.tokens is not None:
-        found["training_hours"] = case.tokens / tokens / HOUR_S
+        figures["training_hours"] = case.tokens / tokens / HOUR_S
         if a_second is not None:
-            found["training_cost"] = case.tokens / tokens * a_second
-    return found
+            figures["training_cost"] = case.tokens / tokens * a_second
+    return figures
 
 
 def framed(outcomes: Sequence[Outcome]) -> pd.DataFrame:

@@ -7,7 +7,7 @@ costs what forward and backward of the model need (`docs/run-record.md`, Model F
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ddp_lab.planner.costs.hardware import filled, known, table
+from ddp_lab.planner.costs.hardware import canonical_name, filled, table
 from ddp_lab.runtime.errors import UserError
 
 
@@ -23,7 +23,7 @@ def peak_of(record: dict[str, Any]) -> Peak | None:
     """The peak of each device of a run, at the precision of its matrix products. None for a CPU and an unknown GPU."""
     dtype, devices = dtype_of(record["config"]), table()["devices"]
     try:
-        device = filled(devices[known(record["device_name"], devices, "device")])
+        device = filled(devices[canonical_name(record["device_name"], devices, "device")])
     except UserError:
         return None
     if device["kind"] != "cuda" or dtype not in device["flops"]:

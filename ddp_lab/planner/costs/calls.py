@@ -92,7 +92,7 @@ def operator_call(
         result: Its result. A tensor that is changed in place must be the same object there.
     """
     tensors = tensors_in((*args, *kwargs.values()))
-    given = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | dict(kwargs)
+    arguments = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | dict(kwargs)
     flops = 0
     if formula := FLOPS.get(function.overloadpacket):
         flops = int(formula(*args, **kwargs, out_val=result))
@@ -101,26 +101,26 @@ def operator_call(
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         dtypes=tuple(dtype_name(tensor.dtype) for tensor in tensors),
         flops=flops,
-        bytes_moved=bytes_moved(function, given, tensors, result) if touches_data(function) else 0,
-        access=access_of(function, given, tensors, tensors_in((result,))),
+        bytes_moved=bytes_moved(function, arguments, tensors, result) if touches_data(function) else 0,
+        access=access_of(function, arguments, tensors, tensors_in((result,))),
     )
 
 
 def bytes_moved(
-    function: torch._ops.OpOverload, given: Mapping[str, Any], tensors: Sequence[Tensor], result: Any
+    function: torch._ops.OpOverload, arguments: Mapping[str, Any], tensors: Sequence[Tensor], result: Any
 ) -> int:
-    """`given`: arguments by name. `tensors`: those among them."""
+    """`arguments`: by name. `tensors`: those among them."""
     written = tensors_in((result,))
     if function.overloadpacket in READS_PART and tensors:
         produced = sum(map(tensor_bytes, written))
         return produced + min(tensor_bytes(tensors[0]), produced) + sum(map(tensor_bytes, tensors[1:]))
-    both = updated(function, given)
+    both = updated(function, arguments)
     return sum(
         tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in (*tensors, *written)}.values()
     ) + sum(map(tensor_bytes, both))
 
 
-def updated(function: torch._ops.OpOverload, given: Mapping[str, Any]) -> list[Tensor]:
+def updated(function: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that it reads and then writes."""
     schema = function._schema
     if not schema.is_mutable or schema.name.partition("::")[2].removeprefix("_foreach_") in WRITES_ONLY:
@@ -133,18 +133,18 @@ def updated(function: torch._ops.OpOverload, given: Mapping[str, Any]) -> list[T
         and not argument.is_out
         and argument.name not in ONLY_READ
     ]
-    return tensors_in(given.get(name) for name in names)
+    return tensors_in(arguments.get(name) for name in names)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Tensors among arguments of an operator, and in lists of them, in order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 @cache
@@ -166,7 +166,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def access_of(
-    function: torch._ops.OpOverload, given: Mapping[str, Any], tensors: Sequence[Tensor], written: Sequence[Tensor]
+    function: torch._ops.OpOverload, arguments: Mapping[str, Any], tensors: Sequence[Tensor], written: Sequence[Tensor]
 ) -> str:
     """One of `ACCESSES`, or `CAUSAL`.
 
@@ -174,12 +174,12 @@ def access_of(
     broadcast, strided or reduced along a row, a GPU handles one element at a time, however few bytes it has.
 
     Args:
-        given: Arguments by name.
+        arguments: By name.
         tensors: Those among the arguments.
         written: Those in the result.
     """
     name = function._schema.name.partition("::")[2]
-    if given.get("is_causal"):
+    if arguments.get("is_causal"):
         return CAUSAL
     if name.startswith("_fused_ad"):
         return OPTIMIZER
@@ -192,7 +192,7 @@ def access_of(
     if name in REDUCED:
         return SCATTERED if any(tensor.numel() > 1 for tensor in written) else CONTIGUOUS
     if name == "cat":
-        short = min(prod(each.shape[given.get("dim", 0) :]) * each.element_size() for each in tensors)
+        short = min(prod(tensor.shape[arguments.get("dim", 0) :]) * tensor.element_size() for tensor in tensors)
         return SCATTERED if short < LONG_RUN and len(tensors) > 1 else CONTIGUOUS
     return of_layouts([(tuple(tensor.shape), tensor.stride()) for tensor in (*tensors, *written)])
 
@@ -209,10 +209,10 @@ def of_layouts(layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> st
 @cache
 def dense_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
     """The strides of dimensions longer than 1, if elements lie side by side; else None."""
-    kept = [(step, size) for size, step in zip(shape, stride, strict=True) if size > 1]
+    dimensions = [(step, size) for size, step in zip(shape, stride, strict=True) if size > 1]
     expected = 1
-    for step, size in sorted(kept):
+    for step, size in sorted(dimensions):
         if step != expected:
             return None
         expected *= size
-    return tuple(step for step, _ in kept)
+    return tuple(step for step, _ in dimensions)

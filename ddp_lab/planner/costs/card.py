@@ -23,7 +23,7 @@ from ddp_lab.planner.contracts import CAUSAL, CONTIGUOUS, DERIVATIVE, OPTIMIZER,
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.calls import NOT_COMPUTE, operator_call
 from ddp_lab.planner.costs.cluster import EFFICIENT, FULL_HEAD
-from ddp_lab.planner.costs.hardware import found
+from ddp_lab.planner.costs.hardware import entry_of
 from ddp_lab.planner.costs.links import BASE_S, LOW_LATENCY, volume
 from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.errors import UserError
@@ -66,19 +66,19 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[OperatorCall] = []
+        self.calls: list[OperatorCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
         if func.namespace not in NOT_COMPUTE:
-            self.seen.append(operator_call(func, args, kwargs or {}, answer))
+            self.calls.append(operator_call(func, args, kwargs or {}, answer))
         return answer
 
 
 def calls_of(run: Run) -> list[OperatorCall]:
     with Operators() as operators:
         run()
-    return [call for call in operators.seen if call.bytes_moved]
+    return [call for call in operators.calls if call.bytes_moved]
 
 
 def seconds_of(run: Run, device: torch.device, round_s: float, count: int | None = None) -> float:
@@ -116,24 +116,32 @@ def products(size: tuple[int, int, int], **to: Any) -> list[Run]:
 
 def on_memory(rows: tuple[int, int], **to: Any) -> dict[str, list[Run]]:
     """Kernels by the access that `calls.py` gives them."""
-    one, other = torch.randn(rows, **to), torch.randn(rows, **to)
+    matrix, gradient = torch.randn(rows, **to), torch.randn(rows, **to)
     row, half = torch.randn(rows[1], **to), rows[1] // 2
-    across = one.view(-1, 8, rows[1]).transpose(0, 1)
-    _, mean, deviation = aten.native_layer_norm(one, rows[1:], row, row, 1e-5)
-    logs = torch.log_softmax(one, 1)
+    across = matrix.view(-1, 8, rows[1]).transpose(0, 1)
+    _, mean, deviation = aten.native_layer_norm(matrix, rows[1:], row, row, 1e-5)
+    logs = torch.log_softmax(matrix, 1)
     chosen = [True] * 3
     updated = [torch.nn.Parameter(torch.randn(rows, **to)) for _ in range(4)]
-    for each in updated:
-        each.grad = torch.randn_like(each)
+    for parameter in updated:
+        parameter.grad = torch.randn_like(parameter)
     return {
-        CONTIGUOUS: [lambda: one + other, lambda: one * 2.0, lambda: one.clone()],
-        SCATTERED: [lambda: one * row, lambda: one[:, :half].neg(), lambda: across.contiguous(), lambda: one.mean(1)],
-        ROWS: [
-            *(lambda: aten._log_softmax(one, 1, False), lambda: aten.native_layer_norm(one, rows[1:], row, row, 1e-5)),
-            lambda: aten._log_softmax_backward_data(other, logs, 1, one.dtype),
-            lambda: aten.native_layer_norm_backward(other, one, rows[1:], mean, deviation, row, row, chosen),
+        CONTIGUOUS: [lambda: matrix + gradient, lambda: matrix * 2.0, lambda: matrix.clone()],
+        SCATTERED: [
+            lambda: matrix * row,
+            lambda: matrix[:, :half].neg(),
+            lambda: across.contiguous(),
+            lambda: matrix.mean(1),
         ],
-        DERIVATIVE: [lambda: aten.silu_backward(one, other), lambda: aten.gelu_backward(one, other)],
+        ROWS: [
+            *(
+                lambda: aten._log_softmax(matrix, 1, False),
+                lambda: aten.native_layer_norm(matrix, rows[1:], row, row, 1e-5),
+            ),
+            lambda: aten._log_softmax_backward_data(gradient, logs, 1, matrix.dtype),
+            lambda: aten.native_layer_norm_backward(gradient, matrix, rows[1:], mean, deviation, row, row, chosen),
+        ],
+        DERIVATIVE: [lambda: aten.silu_backward(matrix, gradient), lambda: aten.gelu_backward(matrix, gradient)],
         OPTIMIZER: [torch.optim.AdamW(updated, fused=True).step],
     }
 
@@ -269,15 +277,15 @@ def measure(device: torch.device, sizes: Sizes | None = None) -> tuple[str, dict
     sizes, on_cuda = sizes or SIZES[device.type], device.type == "cuda"
     name = device_name(device)
     try:
-        key, known = found(name if on_cuda else hardware.CPU)
+        key, table_entry = entry_of(name if on_cuda else hardware.CPU)
     except UserError:
-        key, known = name, {}
+        key, table_entry = name, {}
     bench, half = Bench(device, sizes), torch.bfloat16
     if on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         half = torch.float16
     rates = {dtype: bench.product_rates(dtype) for dtype in ("float32", *["tfloat32"] * on_cuda, "bfloat16", "float16")}
     memory, elements = bench.memory_rates(torch.float32)
-    sheet = known if on_cuda else {}
+    sheet = table_entry if on_cuda else {}
     peaks = {dtype: sheet.get("flops", {}).get(dtype, max(of_dtype)) for dtype, of_dtype in rates.items()}
     bytes_per_s = sheet.get("bytes_per_s", max(map(max, memory.values())))
     shares = {access: fmean(of_access) / bytes_per_s for access, of_access in memory.items()}
@@ -315,5 +323,5 @@ def toml(key: str, entry: Mapping[str, Any]) -> str:
 
 def written(value: object) -> str:
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{name} = {written(each)}' for name, each in value.items())} }}"
+        return f"{{ {', '.join(f'{name} = {written(item)}' for name, item in value.items())} }}"
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)

@@ -74,7 +74,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True):
     like: str = ""
 
 
-def found(name: str) -> tuple[str, dict[str, Any]]:
+def entry_of(name: str) -> tuple[str, dict[str, Any]]:
     """Name and entry of a device, of the table or of a file. What it is `like` is filled in.
 
     Raises:
@@ -82,7 +82,7 @@ def found(name: str) -> tuple[str, dict[str, Any]]:
     """
     if not name.endswith(OWN):
         try:
-            key = known(name, table()["devices"], "device")
+            key = canonical_name(name, table()["devices"], "device")
         except UserError as error:
             raise UserError(f"{error} {ADD}") from None
         return key, filled(table()["devices"][key])
@@ -90,8 +90,8 @@ def found(name: str) -> tuple[str, dict[str, Any]]:
     devices = content.get("devices")
     if len(content) != 1 or not isinstance(devices, dict) or len(devices) != 1:
         raise UserError(f"--gpus {name}: must have one table [devices.NAME] alone, as in ddp_lab/planner/hardware.toml")
-    ((key, own),) = devices.items()
-    entry = filled(fitted(own, dict[str, Any], name, "entry of a device"))
+    ((key, fields),) = devices.items()
+    entry = filled(fitted(fields, dict[str, Any], name, "entry of a device"))
     fitted(entry, Entry, name, "entry of a device")
     compute = entry["efficiency"]["compute"]
     if isinstance(compute, dict) and (missing := [dtype for dtype in entry["flops"] if dtype not in compute]):
@@ -101,11 +101,11 @@ def found(name: str) -> tuple[str, dict[str, Any]]:
 
 def filled(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The entry, with what it does not say as in the one that it is `like`."""
-    like = known(str(entry["like"]), table()["devices"], "device") if "like" in entry else None
+    like = canonical_name(str(entry["like"]), table()["devices"], "device") if "like" in entry else None
     return {**(table()["devices"][like] if like else {}), **entry}
 
 
-def known(name: str, entries: Mapping[str, Any], what: str, others: Iterable[str] = ()) -> str:
+def canonical_name(name: str, entries: Mapping[str, Any], what: str, others: Iterable[str] = ()) -> str:
     """The key in `entries` that `name` stands for.
 
     Raises:
@@ -142,7 +142,7 @@ def device(name: str, efficiency: float | None = None) -> Device:
     Raises:
         UserError: there is none; names similar ones. Or the efficiency is outside its bounds.
     """
-    key, entry = found(name)
+    key, entry = entry_of(name)
     of_kind = table()["operators"][entry["kind"]]
     kind, parts = {**of_kind, **entry.get("operators", {})}, entry["efficiency"]
     if efficiency is not None and not 0 < efficiency <= 1:
@@ -182,7 +182,7 @@ def link(name: str) -> Link:
         entry = table()["ethernet"]
         key, bytes_per_s = str(speed), speed.bits_per_s / 8
     else:
-        key = known(single, table()["links"], "link", ["1gbit"])
+        key = canonical_name(single, table()["links"], "link", ["1gbit"])
         entry = table()["links"][key]
         bytes_per_s = entry["bytes_per_s"]
     return link_of(key, entry, bytes_per_s, int(count))
@@ -238,17 +238,17 @@ def cluster(
     nodes, ranks = ([1, 1] + numbers)[-2:]
     if nodes == 1 and between is not None:
         raise UserError(f"a link between nodes ('{between}'), but '{gpus}' is one node; 2x4xL4 would be two nodes of 4")
-    of_one = device(parts[3], efficiency)
-    if of_one.kind == "cpu":
-        of_one = replace(of_one, memory_bytes=of_one.memory_bytes // ranks)
-    own = link_name or found(parts[3])[1].get("link")
-    if own is None:
-        raise UserError(f"--link is missing: {of_one.name} has none of its own; give pcie4, 10gbit, ...")
+    single = device(parts[3], efficiency)
+    if single.kind == "cpu":
+        single = replace(single, memory_bytes=single.memory_bytes // ranks)
+    inside = link_name or entry_of(parts[3])[1].get("link")
+    if inside is None:
+        raise UserError(f"--link is missing: {single.name} has none of its own; give pcie4, 10gbit, ...")
     return Cluster(
-        device=of_one,
+        device=single,
         nodes=nodes,
         ranks_per_node=ranks,
-        inside=link(own) if isinstance(own, str) else link_of("its own", own, own["bytes_per_s"]),
+        inside=link(inside) if isinstance(inside, str) else link_of("its own", inside, inside["bytes_per_s"]),
         between=link(between) if between is not None else None,
-        backend="gloo" if of_one.kind == "cpu" else "nccl",
+        backend="gloo" if single.kind == "cpu" else "nccl",
     )

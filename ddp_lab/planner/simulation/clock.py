@@ -207,11 +207,11 @@ class Clock:
             self.in_flight_s += step
             self._flown_until_s = self.now_s
         for flight, left_s in left.items():
-            done = 1.0 if left_s <= step else step / left_s
+            progress = 1.0 if left_s <= step else step / left_s
             if flight.latency_left_s:
-                flight.latency_left_s *= 1 - done
+                flight.latency_left_s *= 1 - progress
             else:
-                flight.transfer_left_s *= 1 - done
+                flight.transfer_left_s *= 1 - progress
             if not flight.latency_left_s and not flight.transfer_left_s:
                 self._end(flight, self.now_s)
         return step

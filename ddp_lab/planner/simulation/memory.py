@@ -22,7 +22,7 @@ CUDA_BLOCK = 512
 
 
 @dataclass(eq=False)
-class Held:
+class Allocation:
     """A storage that is alive."""
 
     nbytes: int
@@ -43,7 +43,7 @@ class MemoryTracker:
 
     def __init__(self, is_cuda: bool) -> None:
         self._is_cuda, self._block = is_cuda, CUDA_BLOCK if is_cuda else 1
-        self._held = Storages[Held](self._forget)
+        self._allocations = Storages[Allocation](self._forget)
         self._bytes = dict.fromkeys(COMPONENTS, 0)
         self._total = 0
         self._is_recording = self.has_host = False
@@ -53,51 +53,51 @@ class MemoryTracker:
         """Count those storages of `tensors` as `component` that are not counted yet. `anywhere`: on the host,
         too."""
         for tensor in tensors:
-            if self._held.of(tensor) is None and (anywhere or not (self._is_cuda and holds_data(tensor))):
+            if self._allocations.of(tensor) is None and (anywhere or not (self._is_cuda and holds_data(tensor))):
                 storage = tensor.untyped_storage()
-                held = Held(storage.nbytes(), component, self._rounded(storage.nbytes()))
-                self._held.add(storage, held)
-                self._change(component, held.rounded)
+                allocation = Allocation(storage.nbytes(), component, self._rounded(storage.nbytes()))
+                self._allocations.add(storage, allocation)
+                self._change(component, allocation.rounded)
 
     def assign(self, tensors: Iterable[Tensor], component: str, unless: Iterable[str] = ()) -> None:
         """Count the storages of `tensors` as `component` from now on, except those that count as one of `unless`."""
         for tensor in tensors:
-            held = self._held.of(tensor)
-            if held is None:
+            allocation = self._allocations.of(tensor)
+            if allocation is None:
                 self.note([tensor], component)
-            elif held.component not in (component, HOST, *unless):
-                size = held.rounded
-                self._change(held.component, -size)
-                held.component = component
+            elif allocation.component not in (component, HOST, *unless):
+                size = allocation.rounded
+                self._change(allocation.component, -size)
+                allocation.component = component
                 self._change(component, size)
             self.has_host = self.has_host or component == HOST
 
     def are_states(self, tensors: Iterable[Tensor]) -> bool:
         """Whether all of `tensors` count as states of the model."""
-        held = map(self._held.of, tensors)
-        return all(one is not None and one.component in MODEL_STATES for one in held)
+        allocations = map(self._allocations.of, tensors)
+        return all(allocation is not None and allocation.component in MODEL_STATES for allocation in allocations)
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether it has been assigned to `HOST`."""
-        held = self._held.of(tensor)
-        return held is not None and held.component == HOST
+        allocation = self._allocations.of(tensor)
+        return allocation is not None and allocation.component == HOST
 
     def resized(self, storage: UntypedStorage, before: int) -> None:
         """A storage has changed its size; `before`: the bytes that it had."""
-        if held := self._held.get(storage._cdata):
-            held.nbytes, rounded = storage.nbytes(), self._rounded(storage.nbytes())
-            change, held.rounded = rounded - held.rounded, rounded
-            self._change(held.component, change)
+        if allocation := self._allocations.get(storage._cdata):
+            allocation.nbytes, rounded = storage.nbytes(), self._rounded(storage.nbytes())
+            change, allocation.rounded = rounded - allocation.rounded, rounded
+            self._change(allocation.component, change)
 
     def component_bytes(self, component: str) -> int:
         """As requested, not rounded."""
-        return sum(held.nbytes for held in self._held.values() if held.component == component)
+        return sum(allocation.nbytes for allocation in self._allocations.values() if allocation.component == component)
 
     def rename(self, component: str, to: str) -> None:
         """Count as `to` what counts as `component` now."""
-        for held in self._held.values():
-            if held.component == component:
-                held.component = to
+        for allocation in self._allocations.values():
+            if allocation.component == component:
+                allocation.component = to
         self._change(to, self._bytes[component])
         self._change(component, -self._bytes[component])
 
@@ -114,8 +114,8 @@ class MemoryTracker:
         highest = max(self._highest, key=self._highest.__getitem__)
         return MemoryCurve(dict(self._bytes), self._peaks[highest], self._peaks)
 
-    def _forget(self, held: Held) -> None:
-        self._change(held.component, -held.rounded)
+    def _forget(self, allocation: Allocation) -> None:
+        self._change(allocation.component, -allocation.rounded)
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._block) * self._block

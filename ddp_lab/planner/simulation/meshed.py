@@ -147,9 +147,9 @@ def evenly_routed(is_cuda: bool, on_wait: Callable[[], object]) -> Iterator[None
 
     def even(both: Tensor, rows: int) -> list[list[list[int]]]:
         on_wait()
-        _, ranks, own = both.shape
-        counts = evenly(rows, ranks * own)
-        by_rank = [counts[first : first + own] for first in range(0, ranks * own, own)]
+        _, ranks, per_rank = both.shape
+        counts = evenly(rows, ranks * per_rank)
+        by_rank = [counts[first : first + per_rank] for first in range(0, ranks * per_rank, per_rank)]
         return [by_rank, by_rank]  # as many rows come as go
 
     with (
@@ -161,5 +161,5 @@ def evenly_routed(is_cuda: bool, on_wait: Callable[[], object]) -> Iterator[None
 
 def evenly(rows: int, experts: int) -> list[int]:
     """Rows of each expert. The first ones have one more, where they do not divide."""
-    each, more = divmod(rows, experts)
-    return [each + (expert < more) for expert in range(experts)]
+    share, more = divmod(rows, experts)
+    return [share + (expert < more) for expert in range(experts)]

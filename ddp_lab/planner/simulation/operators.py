@@ -34,7 +34,7 @@ from ddp_lab.planner.costs.cluster import Host
 from ddp_lab.planner.simulation.clock import Clock, Flight
 from ddp_lab.planner.simulation.memory import MemoryTracker
 from ddp_lab.planner.simulation.network import CannotSimulate, StepObserver, holds_data
-from ddp_lab.planner.simulation.repeated import Known, Maker, form_of, key_of, known, namespace_of, pattern_of
+from ddp_lab.planner.simulation.repeated import Maker, RecordedCall, form_of, key_of, namespace_of, pattern_of, recorded
 from ddp_lab.pretended.device import resizes_seen
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ class PretendedDevice(TorchDispatchMode):
         key = key_of(func, args, kwargs, inputs)
         if self._guards:
             self._respect_collectives(inputs)
-        before = known.get(key) if key else None
+        before = recorded.get(key) if key else None
         answer = self.maker.answer(before.answer, inputs) if before else NotImplemented
         if before and answer is not NotImplemented:
             call, outputs = before.call, [answer] if type(answer) is FakeTensor else tensors_in((answer,))
@@ -126,7 +126,7 @@ class PretendedDevice(TorchDispatchMode):
             call = operator_call(func, args, kwargs, answer) if touches_data(func) else None
             if key and key == key_of(func, args, kwargs, []) and (outputs or func._schema.is_mutable):
                 with suppress(ValueError):
-                    known[key] = Known(pattern_of(answer, inputs), call)
+                    recorded[key] = RecordedCall(pattern_of(answer, inputs), call)
         if call:
             self._charge(call, kwargs, [*inputs, *outputs])
         self._memory.note(outputs, "activations" if {*self.phases[-1:]} & {"forward", "backward"} else "other")

@@ -25,7 +25,7 @@ CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class NewTensor:
     """A tensor that an operator has made.
 
     Attributes:
@@ -43,14 +43,14 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class InputTensor:
     """The tensor at this place among the inputs."""
 
     of: int
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class RecordedCall:
     """What an operator answers. `call` is None if it touches no data."""
 
     answer: Any
@@ -62,7 +62,7 @@ def namespace_of(func: Any) -> str:
     return str(func.namespace)
 
 
-known: dict[Any, Known] = {}
+recorded: dict[Any, RecordedCall] = {}
 """By `key_of`. It is as true of other simulations in this process."""
 
 
@@ -115,23 +115,23 @@ def pattern_of(answer: Any, inputs: Sequence[Tensor]) -> Any:
     return part_of_pattern(answer, inputs, places, set())
 
 
-def part_of_pattern(part: Any, inputs: Sequence[Tensor], places: Mapping[int, int], made: set[int]) -> Any:
+def part_of_pattern(part: Any, inputs: Sequence[Tensor], places: Mapping[int, int], storages: set[int]) -> Any:
     """See `pattern_of`. No closure that calls itself: it would hold the inputs until a garbage collection."""
     if isinstance(part, Tensor):
         for place, tensor in enumerate(inputs):
             if part is tensor:
-                return Same(place)
+                return InputTensor(place)
         storage = part.untyped_storage()
-        if type(part) is not FakeTensor or part._fake_device != CPU or storage._cdata in made:
+        if type(part) is not FakeTensor or part._fake_device != CPU or storage._cdata in storages:
             raise ValueError("not of known form")
         of = places.get(storage._cdata)
         if of is None:
-            made.add(storage._cdata)
-            return Made(tuple(part.shape), part.stride(), int(part.storage_offset()), part.dtype, None, 0)
+            storages.add(storage._cdata)
+            return NewTensor(tuple(part.shape), part.stride(), int(part.storage_offset()), part.dtype, None, 0)
         offset = begin(part) - begin(inputs[of])
-        return Made(tuple(part.shape), part.stride(), offset, part.dtype, of, offset + extent(part))
+        return NewTensor(tuple(part.shape), part.stride(), offset, part.dtype, of, offset + extent(part))
     if type(part) in (list, tuple):
-        return type(part)(part_of_pattern(item, inputs, places, made) for item in part)
+        return type(part)(part_of_pattern(item, inputs, places, storages) for item in part)
     if type(part) not in CONSTANTS:
         raise ValueError("not of known form")
     return part
@@ -147,26 +147,26 @@ class Maker:
     def answer(self, pattern: Any, inputs: Sequence[Tensor]) -> Any:
         """The answer of an operator of this pattern. `NotImplemented` if a storage among its inputs is too small."""
         kind = type(pattern)
-        if kind is Made:
+        if kind is NewTensor:
             return self._tensor(pattern, inputs)
-        if kind is Same:
+        if kind is InputTensor:
             return inputs[pattern.of]
         if kind is tuple or kind is list:
             parts = [self.answer(part, inputs) for part in pattern]
             return NotImplemented if any(part is NotImplemented for part in parts) else kind(parts)
         return pattern
 
-    def _tensor(self, made: Made, inputs: Sequence[Tensor]) -> Any:
+    def _tensor(self, pattern: NewTensor, inputs: Sequence[Tensor]) -> Any:
         with torch._C._DisableTorchDispatch():
-            if made.of is None:
-                plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+            if pattern.of is None:
+                plain = torch.empty_strided(pattern.shape, pattern.stride, dtype=pattern.dtype, device="meta")
             else:
-                storage, first = inputs[made.of].untyped_storage(), begin(inputs[made.of])
-                offset, rest = divmod(first + made.offset, made.dtype.itemsize)
-                if rest or storage.nbytes() < first + made.needed:
+                storage, first = inputs[pattern.of].untyped_storage(), begin(inputs[pattern.of])
+                offset, remainder = divmod(first + pattern.offset, pattern.dtype.itemsize)
+                if remainder or storage.nbytes() < first + pattern.needed:
                     return NotImplemented
-                plain = torch.empty((), dtype=made.dtype, device="meta")
-                plain.set_(storage, offset, made.shape, made.stride)
+                plain = torch.empty((), dtype=pattern.dtype, device="meta")
+                plain.set_(storage, offset, pattern.shape, pattern.stride)
             tensor = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=CPU)
             torch._C._set_throw_on_mutable_data_ptr(tensor)
         vars(tensor).update(self._attributes)

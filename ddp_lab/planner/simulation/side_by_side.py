@@ -18,20 +18,20 @@ Readings = tuple[float, float, float, float]
 """Of one clock (`Clock.readings`)."""
 
 
-def side_by_side(told: Sequence[Notes], begins: Sequence[int], costs: Costs) -> list[tuple[Readings, Readings]]:
+def side_by_side(notes: Sequence[Notes], begins: Sequence[int], costs: Costs) -> list[tuple[Readings, Readings]]:
     """Of each rank, what its clock shows when the step that counts begins, and when all is done.
 
     Args:
-        told: What was noted of each rank.
+        notes: What was noted of each rank.
         begins: How many of its notes are from before that step.
         costs: What slows compute.
     """
-    meetings, clocks = Meetings(told), [Clock(costs.contention, costs.host_s) for _ in told]
-    readings: list[list[Readings]] = [[] for _ in told]
-    walks = [walk(*one, meetings) for one in zip(clocks, told, begins, readings, strict=True)]
+    meetings, clocks = Meetings(notes), [Clock(costs.contention, costs.host_s) for _ in notes]
+    readings: list[list[Readings]] = [[] for _ in notes]
+    walks = [walk(*rank_walk, meetings) for rank_walk in zip(clocks, notes, begins, readings, strict=True)]
     while walks:
         before = meetings.missing.total()
-        walks = [one for one in walks if next(one, None) is not None]
+        walks = [rank_walk for rank_walk in walks if next(rank_walk, None) is not None]
         assert not walks or meetings.missing.total() < before, "a schedule never waits for itself"
     return [(begin, clock.readings) for clock, (begin,) in zip(clocks, readings, strict=True)]
 
@@ -44,8 +44,8 @@ class Meetings:
         done_s: When it is done, once all have. What one rank alone takes part in does not wait for others.
     """
 
-    def __init__(self, told: Sequence[Notes]) -> None:
-        self.missing = Counter(flight.meeting for notes in told for flight in {*notes} if isinstance(flight, Flight))
+    def __init__(self, by_rank: Sequence[Notes]) -> None:
+        self.missing = Counter(flight.meeting for notes in by_rank for flight in {*notes} if isinstance(flight, Flight))
         self.done_s = {meeting: 0.0 for meeting, ranks in self.missing.items() if ranks == 1}
         self._latest_s: dict[Any, float] = defaultdict(float)
         self._free_s: dict[str, float] = defaultdict(float)  # when all is done that was sent in a group so far

@@ -56,15 +56,15 @@ def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int | None 
         CannotSimulate: the choice or the model cannot run without data; says why.
         UserError: what the strategy itself refuses.
     """
-    found: list[Simulated] = []
+    results: list[Simulated] = []
     forms: Forms = {}
     notes, begins = [], []
     gc.freeze()  # what is older need not be searched
     try:
-        for each in pipeline_of(setting.config, speaker(setting.config) if rank is None else rank):
-            simulation = Simulation(setting, cluster, costs, each, forms)
+        for stage_rank in pipeline_of(setting.config, speaker(setting.config) if rank is None else rank):
+            simulation = Simulation(setting, cluster, costs, stage_rank, forms)
             with simulation.running():
-                found.append(simulation.measure())
+                results.append(simulation.measure())
             notes.append(simulation.clock.notes)
             begins.append(simulation.begins_at)
     except UNSIMULATED as error:
@@ -74,14 +74,14 @@ def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int | None 
     finally:
         gc.collect()  # strategies are in reference cycles, which keep all their tensors
         gc.unfreeze()
-    if len(found) == 1:
-        return found[0]
+    if len(results) == 1:
+        return results[0]
     begun, ended = zip(*side_by_side(notes, begins, costs), strict=True)
     step_s = max(now_s for now_s, *_ in ended) - max(now_s for now_s, *_ in begun)
     busy_s, in_flight_s = (fmean(end[of] - begin[of] for begin, end in zip(begun, ended, strict=True)) for of in (1, 2))
-    largest = max(range(len(found)), key=lambda place: found[place].memory.peak_bytes)
-    without = {name: count for one in found for name, count in one.without_costs.items()}
-    return Simulated(step_s, busy_s, in_flight_s, step_s - busy_s, found[largest].memory, without, largest)
+    largest = max(range(len(results)), key=lambda place: results[place].memory.peak_bytes)
+    without = {name: count for result in results for name, count in result.without_costs.items()}
+    return Simulated(step_s, busy_s, in_flight_s, step_s - busy_s, results[largest].memory, without, largest)
 
 
 class Simulation:
