@@ -35,17 +35,21 @@ class Answer:
     cause: Cause | None
 
     @classmethod
-    def of(cls, made: Comparison, has_yardstick: bool, notes: list[str]) -> "Answer":
-        cause, first = cause_of(made), made.first
+    def of(cls, comparison: Comparison, has_yardstick: bool, notes: list[str]) -> "Answer":
+        cause, first = cause_of(comparison), comparison.first
         limits = "rounding alone, as measured" if has_yardstick else "what rounding usually does (no --yardstick)"
-        compared = notes[0] if notes else f"{made.b.folder} against {made.a.folder}, {len(made.steps)} steps"
-        head = f"compared: {compared}; {len(made.quantities)} quantities, within {limits}"
+        compared = (
+            notes[0] if notes else f"{comparison.b.folder} against {comparison.a.folder}, {len(comparison.steps)} steps"
+        )
+        head = f"compared: {compared}; {len(comparison.quantities)} quantities, within {limits}"
         if first is None and cause is None:
-            worst = least_agreement(made.quantities)
+            worst = least_agreement(comparison.quantities)
             agreement = f"{worst.agreement}, {named(worst)}" if worst else "nothing but rounding"
-            lines = [head, "first difference: none", f"least agreement: {agreement}", *unseen(made)]
+            lines = [head, "first difference: none", f"least agreement: {agreement}", *unseen(comparison)]
             return cls(False, lines, None)
-        before = made.quantities[: made.quantities.index(first)] if first is not None else made.quantities
+        before = (
+            comparison.quantities[: comparison.quantities.index(first)] if first is not None else comparison.quantities
+        )
         least = least_agreement(before)
         lines = [
             head,
@@ -56,46 +60,52 @@ class Answer:
             else "usually: no known fault looks like this one; see the page's table",
             f"before it: {len(before)} quantities agree{to_digits(least)}" if least else "before it: nothing",
         ]
-        return cls(True, [*lines, *unseen(made)], cause)
+        return cls(True, [*lines, *unseen(comparison)], cause)
 
 
 def least_agreement(quantities: Sequence[Quantity]) -> Quantity | None:
     """Of those that are more than rounding."""
-    return min((one for one in quantities if not one.is_small), key=lambda one: one.digits, default=None)
+    return min(
+        (quantity for quantity in quantities if not quantity.is_small),
+        key=lambda quantity: quantity.digits,
+        default=None,
+    )
 
 
 def to_digits(least: Quantity) -> str:
     return f", to {least.digits:.1f} digits or more" if least.worst else " without a difference"
 
 
-def named(one: Quantity) -> str:
-    what = "update" if one.kind == PARAMETER else one.kind
-    return f"the {what} of {one.name or 'the whole model'} in step {one.step}"
+def named(quantity: Quantity) -> str:
+    what = "update" if quantity.kind == PARAMETER else quantity.kind
+    return f"the {what} of {quantity.name or 'the whole model'} in step {quantity.step}"
 
 
-def place(one: Quantity) -> str:
+def place(quantity: Quantity) -> str:
     """Which step, module and ranks, and by how much."""
-    worst = f"off by {one.worst:.2g} of its norm, where rounding explains {one.limit:.2g}"
-    ranks = [rank for rank in one.ranks if rank >= 0]
+    worst = f"off by {quantity.worst:.2g} of its norm, where rounding explains {quantity.limit:.2g}"
+    ranks = [rank for rank in quantity.ranks if rank >= 0]
     where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
-    factor = f"; it is run A's x {one.one_factor:.4g}" if one.one_factor is not None and one.differs else ""
-    return f"{named(one)}{where}: {worst}{factor}"
+    factor = (
+        f"; it is run A's x {quantity.one_factor:.4g}" if quantity.one_factor is not None and quantity.differs else ""
+    )
+    return f"{named(quantity)}{where}: {worst}{factor}"
 
 
-def unseen(made: Comparison) -> list[str]:
+def unseen(comparison: Comparison) -> list[str]:
     """What the comparison does not cover."""
-    in_parts = [one for one in made.quantities if one.way == "parts"]
-    notes = [NOTES[why].format(len(names)) for why, names in made.left_out.items() if names]
+    in_parts = [quantity for quantity in comparison.quantities if quantity.way == "parts"]
+    notes = [NOTES[why].format(len(names)) for why, names in comparison.left_out.items() if names]
     return [*notes, BY_SIZE.format(len(in_parts))] if in_parts else notes
 
 
-def write_page(path: Path, made: Comparison, answer: Answer) -> None:
+def write_page(path: Path, comparison: Comparison, answer: Answer) -> None:
     environment = Environment(loader=PackageLoader("ddp_lab.parity", ""), autoescape=select_autoescape(default=True))
-    groups = groupby(made.quantities, key=lambda one: (one.step, one.kind))
+    groups = groupby(comparison.quantities, key=lambda quantity: (quantity.step, quantity.kind))
     page = environment.get_template("page.html.j2").render(
         title=answer.lines[0].removeprefix("compared: ").partition(";")[0],
         lines=answer.lines,
-        quantities=made.quantities,
+        quantities=comparison.quantities,
         groups=[list(of_kind) for _, of_kind in groups],
         named=named,
     )

@@ -32,9 +32,9 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def asking(asked: Asked) -> Iterator[None]:
+def asking(request: Asked) -> Iterator[None]:
     """Ranks that start within this context record themselves."""
-    variables = {VARIABLE: msgspec.json.encode(asked).decode(), HOOK: "ddp_lab.parity.asked:record"}
+    variables = {VARIABLE: msgspec.json.encode(request).decode(), HOOK: "ddp_lab.parity.asked:record"}
     os.environ.update(variables)
     try:
         yield
@@ -47,14 +47,14 @@ def record(strategy: "Strategy") -> None:
     """Record the next steps without dropout, which no two runs would draw alike."""
     from ddp_lab.parity.recorder import watch
 
-    asked = msgspec.json.decode(os.environ[VARIABLE], type=Asked)
+    request = msgspec.json.decode(os.environ[VARIABLE], type=Asked)
     without_dropout(strategy.module)
-    watch(strategy, asked.folder, asked.steps, asked.another_rounding).known["mesh"] = asked.mesh
+    watch(strategy, request.folder, request.steps, request.another_rounding).known["mesh"] = request.mesh
 
 
 def without_dropout(module: "nn.Module") -> None:
-    for one in module.modules():
+    for submodule in module.modules():
         for name in DROPOUT:
-            is_of_dropout = name != "p" or "Dropout" in type(one).__name__
-            if is_of_dropout and isinstance(getattr(one, name, None), float):
-                setattr(one, name, 0.0)
+            is_of_dropout = name != "p" or "Dropout" in type(submodule).__name__
+            if is_of_dropout and isinstance(getattr(submodule, name, None), float):
+                setattr(submodule, name, 0.0)

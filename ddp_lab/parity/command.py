@@ -51,7 +51,9 @@ def build_parser(takes_runs: bool = True) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    trains = any(one.partition("=")[0] == "--choice" for one in arguments)  # values of unknown flags are no runs then
+    trains = any(
+        argument.partition("=")[0] == "--choice" for argument in arguments
+    )  # values of unknown flags are no runs then
     parser = build_parser(takes_runs=not trains)
     options, flags = parser.parse_known_args(arguments)
     try:
@@ -72,9 +74,9 @@ def answer_of(a: Path, b: Path, yardstick: Path | None, output: Path, notes: lis
     from ddp_lab.parity.answer import Answer, write_page
 
     runs = [store.read(folder) for folder in (a, b)]
-    made = comparison.compare(runs[0], runs[1], store.read(yardstick) if yardstick else None)
-    answer = Answer.of(made, yardstick is not None, notes)
-    write_page(page := output / "parity.html", made, answer)
+    compared = comparison.compare(runs[0], runs[1], store.read(yardstick) if yardstick else None)
+    answer = Answer.of(compared, yardstick is not None, notes)
+    write_page(page := output / "parity.html", compared, answer)
     print("\n".join([*answer.lines, f"page: {page}"]))
     return int(answer.differs)
 
@@ -100,9 +102,9 @@ def train_and_compare(options: argparse.Namespace, flags: Sequence[str]) -> int:
         reference, of_reference = oracle(config), 1
     root = Path(options.output_dir) / config.label
     degrees = dict(mesh.degrees) if mesh else {}
-    wanted = [("b", config, ranks), ("a", reference, of_reference), ("yardstick", reference, of_reference)]
-    with long_work(f"parity of {config.label}: three runs of {options.steps} steps", total=len(wanted)) as tell:
-        for name, of_run, size in wanted:
+    runs = [("b", config, ranks), ("a", reference, of_reference), ("yardstick", reference, of_reference)]
+    with long_work(f"parity of {config.label}: three runs of {options.steps} steps", total=len(runs)) as tell:
+        for name, of_run, size in runs:
             folder = (root / name).absolute()
             shutil.rmtree(folder, ignore_errors=True)
             with asking(Asked(str(folder), options.steps, name == "yardstick", degrees if name == "b" else {})):
@@ -119,14 +121,14 @@ def config_of(flags: Sequence[str]) -> RunConfig:
 
 def oracle(config: RunConfig) -> RunConfig:
     """The same training in one process: without mesh, accumulation, and what only saves memory or time."""
-    taken = {
+    shared = {
         field.name
         for field in FLAGS
         if (field.metadata["group"] in SAME or field.name in SAME_FLAGS) and field.name not in NOT_SAME
     }
-    same = {name: value for name, value in config.as_dict().items() if name in taken}
+    settings = {name: value for name, value in config.as_dict().items() if name in shared}
     return RunConfig.of(
-        **same, choice=ORACLE, grad_accum_steps=1, max_steps=config.max_steps, no_eval=True, no_profile=True
+        **settings, choice=ORACLE, grad_accum_steps=1, max_steps=config.max_steps, no_eval=True, no_profile=True
     )
 
 
@@ -153,7 +155,7 @@ def output_into(path: Path) -> Iterator[None]:
     """What this process and those that it starts print goes to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
+    descriptors = [os.dup(1), os.dup(2)]
     with path.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -162,6 +164,6 @@ def output_into(path: Path) -> Iterator[None]:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            for number, before in zip((1, 2), kept, strict=True):
+            for number, before in zip((1, 2), descriptors, strict=True):
                 os.dup2(before, number)
                 os.close(before)

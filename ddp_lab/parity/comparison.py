@@ -55,11 +55,11 @@ class Comparison:
         return [step for step in self.a.steps if step in self.b.facts]
 
     def of(self, step: int, kind: str) -> list[Quantity]:
-        return [one for one in self.quantities if (one.step, one.kind) == (step, kind)]
+        return [quantity for quantity in self.quantities if (quantity.step, quantity.kind) == (step, kind)]
 
     @property
     def first(self) -> Quantity | None:
-        return next((one for one in self.quantities if one.differs), None)
+        return next((quantity for quantity in self.quantities if quantity.differs), None)
 
 
 def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comparison:
@@ -68,58 +68,64 @@ def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comp
     """
     if not set(a.steps) & set(b.steps):
         raise UserError(f"{a.folder} and {b.folder} have no step in common")
-    made = _without_limits(a, matched(a, b))
+    comparison = _without_limits(a, matched(a, b))
     rounded = _without_limits(a, yardstick).quantities if yardstick is not None else []
-    errors = {(one.step, one.kind, one.name, one.call): one.worst for one in rounded}
+    errors = {(quantity.step, quantity.kind, quantity.name, quantity.call): quantity.worst for quantity in rounded}
     coarsest = max(
-        (d for one in made.quantities for d in one.dtypes if d in EPSILON), key=EPSILON.__getitem__, default="float32"
+        (d for quantity in comparison.quantities for d in quantity.dtypes if d in EPSILON),
+        key=EPSILON.__getitem__,
+        default="float32",
     )
-    for one in made.quantities:
-        one.limit = limit_of(one, errors, coarsest)
-    for step in made.steps:
-        forgive_small(made.of(step, GRADIENT), made.of(step, PARAMETER))
-        inner = _inner(made.of(step, OUTPUT))
-        made.left_out[INNER] |= {name for name, _ in inner}
+    for quantity in comparison.quantities:
+        quantity.limit = limit_of(quantity, errors, coarsest)
+    for step in comparison.steps:
+        forgive_small(comparison.of(step, GRADIENT), comparison.of(step, PARAMETER))
+        inner = _inner(comparison.of(step, OUTPUT))
+        comparison.left_out[INNER] |= {name for name, _ in inner}
         modules = (OUTPUT, OUTPUT_GRADIENT)
-        made.quantities = [
-            one
-            for one in made.quantities
-            if not (one.step == step and one.kind in modules and (one.name, one.call) in inner)
+        comparison.quantities = [
+            quantity
+            for quantity in comparison.quantities
+            if not (quantity.step == step and quantity.kind in modules and (quantity.name, quantity.call) in inner)
         ]
-    return made
+    return comparison
 
 
 def _inner(outputs: list[Quantity]) -> set[tuple[str, int]]:
     """Name and call of what differs within a module whose output agrees: another implementation may hand other things
     from one of its parts to the next."""
-    agreeing, inner = {one.name for one in outputs if not one.differs}, set()
-    for one in outputs:
-        parts = one.name.split(".")
+    agreeing, inner = {output.name for output in outputs if not output.differs}, set()
+    for output in outputs:
+        parts = output.name.split(".")
         around = {".".join(parts[:count]) for count in range(len(parts))}
-        if one.differs and around & agreeing:
-            inner.add((one.name, one.call))
+        if output.differs and around & agreeing:
+            inner.add((output.name, output.call))
     return inner
 
 
 def _without_limits(a: Recorded, b: Recorded) -> Comparison:
-    made = Comparison(a, b)
-    for step in made.steps:
+    comparison = Comparison(a, b)
+    for step in comparison.steps:
         in_a, in_b = a.table(step), b.table(step)
-        here = [place for place in in_a.places if place in in_b.places and place.kind in KINDS]
-        found = [one for place in here if (one := _compared(step, place, in_a, in_b, made.left_out)) is not None]
-        made.scales[step] = _scales([one for one in found if one.kind == OUTPUT_GRADIENT])
-        for one in found:
-            if one.kind == OUTPUT_GRADIENT:
-                _unscale(one, made.scales[step])
-        made.quantities += sorted(found, key=lambda one: KINDS.index(one.kind))
-        made.buffers[step] = {place.name: in_b.spread(place) for place in here if place.kind == BUFFER}
+        common = [place for place in in_a.places if place in in_b.places and place.kind in KINDS]
+        quantities = [
+            quantity
+            for place in common
+            if (quantity := _compared(step, place, in_a, in_b, comparison.left_out)) is not None
+        ]
+        comparison.scales[step] = _scales([quantity for quantity in quantities if quantity.kind == OUTPUT_GRADIENT])
+        for quantity in quantities:
+            if quantity.kind == OUTPUT_GRADIENT:
+                _unscale(quantity, comparison.scales[step])
+        comparison.quantities += sorted(quantities, key=lambda quantity: KINDS.index(quantity.kind))
+        comparison.buffers[step] = {place.name: in_b.spread(place) for place in common if place.kind == BUFFER}
         of_a, of_b = ({place.name for place in table.places if place.kind == GRADIENT} for table in (in_a, in_b))
-        made.only[step] = sorted(of_a - of_b), sorted(of_b - of_a)
+        comparison.only[step] = sorted(of_a - of_b), sorted(of_b - of_a)
         names = {place.name for place in in_b.places if place.kind == OUTPUT}
         for place in in_a.places.keys() - in_b.places.keys():
             if place.kind == OUTPUT:
-                made.left_out[FEWER if place.name in names else UNSEEN].add(place.name)
-    return made
+                comparison.left_out[FEWER if place.name in names else UNSEEN].add(place.name)
+    return comparison
 
 
 def _compared(step: int, place: Place, a: Table, b: Table, left_out: dict[str, set[str]]) -> Quantity | None:
@@ -148,19 +154,19 @@ def _compared(step: int, place: Place, a: Table, b: Table, left_out: dict[str, s
             return None  # of a micro-batch as a whole
     zero = {which for which, n in groups.items() if not (a.moments[at_a[n]].any() or b.moments[at_b[n]].any())}
     some = {which: n for which, n in groups.items() if which not in zero} or groups  # zeros have no factor
-    found = {which: _difference(a.sketches[at_a[n]], b.sketches[at_b[n]]) for which, n in some.items()}
-    error, factor, rest = ({which: numbers[n] for which, numbers in found.items()} for n in range(3))
+    differences = {which: _difference(a.sketches[at_a[n]], b.sketches[at_b[n]]) for which, n in some.items()}
+    error, factor, remainder = ({which: numbers[n] for which, numbers in differences.items()} for n in range(3))
     dtypes = str(a.dtype[at_a[0]]), str(b.dtype[at_b[0]])
     norm = float(np.sqrt(a.moments[list(in_a.values())][:, 1].sum()))
-    made = Quantity(step, *place, error, factor, rest, dtypes=dtypes, norm=norm)
+    quantity = Quantity(step, *place, error, factor, remainder, dtypes=dtypes, norm=norm)
     if place.kind == PARAMETER:  # the norm of an update, and how coarse its parameter is beside it
-        made.norm = float(np.linalg.norm(a.sketches[at_a[0]]))
-        made.coarse = float(a.held[at_a[0]]) / max(made.norm, 1e-300)
+        quantity.norm = float(np.linalg.norm(a.sketches[at_a[0]]))
+        quantity.coarse = float(a.held[at_a[0]]) / max(quantity.norm, 1e-300)
     shares = b.elements[at_b] / a.elements[at_a]
     is_cut = bool((shares != 1).any())
     if not is_of_modules and not is_cut:
-        made.spread = b.spread(place)
-        return made
+        quantity.spread = b.spread(place)
+        return quantity
     if is_cut and place.kind in (PARAMETER, BUFFER):  # of an update we have no moments
         return None
     keys, which = np.unique(b.key[at_b], return_inverse=True)
@@ -176,12 +182,12 @@ def _compared(step: int, place: Place, a: Table, b: Table, left_out: dict[str, s
         if b.is_cut:  # what has no samples, as an embedding of positions, has other rows in a part: only sums compare
             of_all = (_sizes(moments.sum(0, keepdims=True)) for moments in (a.moments[firsts], parts))
             found_in_parts = min(found_in_parts, _difference(*of_all))
-        _take(made, "parts", *found_in_parts)
+        _take(quantity, "parts", *found_in_parts)
     elif len(keys) < len(at_b):
         of_sum = _difference(a.sketches[firsts], _added(b.sketches[at_b], which, len(keys)))
-        if of_sum[0] < made.worst:
-            _take(made, "sum", *of_sum)
-    return made
+        if of_sum[0] < quantity.worst:
+            _take(quantity, "sum", *of_sum)
+    return quantity
 
 
 def _added(values: np.ndarray, which: np.ndarray, count: int) -> np.ndarray:
@@ -199,8 +205,8 @@ def _difference(of_a: np.ndarray, of_b: np.ndarray) -> tuple[float, float, float
     """Relative norm of the difference, the factor, and the relative norm without it."""
     size, product = float((of_a * of_a).sum()), float((of_a * of_b).sum())
     if not np.isfinite(size + product) or not np.isfinite(of_b).all():
-        same = np.array_equal(np.isfinite(of_a), np.isfinite(of_b))
-        return (0.0 if same else float("inf")), 1.0, 0.0
+        is_alike = np.array_equal(np.isfinite(of_a), np.isfinite(of_b))
+        return (0.0 if is_alike else float("inf")), 1.0, 0.0
     if size == 0:
         return (0.0 if not of_b.any() else float("inf")), 1.0, float("inf") if of_b.any() else 0.0
     factor = product / size
@@ -211,27 +217,32 @@ def _difference(of_a: np.ndarray, of_b: np.ndarray) -> tuple[float, float, float
     )
 
 
-def _take(made: Quantity, way: str, error: float, factor: float, rest: float) -> None:
-    made.way, made.error, made.factor, made.rest = way, {(-1, -1): error}, {(-1, -1): factor}, {(-1, -1): rest}
+def _take(quantity: Quantity, way: str, error: float, factor: float, remainder: float) -> None:
+    quantity.way, quantity.error, quantity.factor, quantity.remainder = (
+        way,
+        {(-1, -1): error},
+        {(-1, -1): factor},
+        {(-1, -1): remainder},
+    )
 
 
 def _scales(gradients: list[Quantity]) -> dict[tuple[int, int], float]:
     """The most common factor of output gradients, by rank and micro-batch."""
-    found: dict[tuple[int, int], list[float]] = {}
-    for one in gradients:
-        if one.norm:
-            for which, factor in one.factor.items():
-                if one.rest[which] <= 0.05 * abs(factor):
-                    found.setdefault(which, []).append(factor)
-    return {which: float(np.median(factors)) for which, factors in found.items()}
+    factors_by_batch: dict[tuple[int, int], list[float]] = {}
+    for gradient in gradients:
+        if gradient.norm:
+            for which, factor in gradient.factor.items():
+                if gradient.remainder[which] <= 0.05 * abs(factor):
+                    factors_by_batch.setdefault(which, []).append(factor)
+    return {which: float(np.median(factors)) for which, factors in factors_by_batch.items()}
 
 
-def _unscale(one: Quantity, scales: dict[tuple[int, int], float]) -> None:
-    if not one.norm:
+def _unscale(gradient: Quantity, scales: dict[tuple[int, int], float]) -> None:
+    if not gradient.norm:
         return
     usual = float(np.median(list(scales.values()))) if scales else 1.0
-    for which, factor in one.factor.items():
+    for which, factor in gradient.factor.items():
         scale = scales.get(which, usual) or 1.0
-        one.error[which] = float(np.hypot(factor / scale - 1, one.rest[which] / scale))
-        one.factor[which] = factor / scale
-        one.rest[which] /= abs(scale)
+        gradient.error[which] = float(np.hypot(factor / scale - 1, gradient.remainder[which] / scale))
+        gradient.factor[which] = factor / scale
+        gradient.remainder[which] /= abs(scale)

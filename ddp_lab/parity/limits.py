@@ -23,30 +23,32 @@ SMALL = 1e-4
 """A gradient that is this much smaller than that of the whole model is rounding."""
 
 
-def limit_of(one: Quantity, rounded: Mapping[tuple[int, str, str, int], float], coarsest: str) -> float:
+def limit_of(quantity: Quantity, rounded: Mapping[tuple[int, str, str, int], float], coarsest: str) -> float:
     """`coarsest`: the dtype in which any output is rounded, and what follows from it with it."""
-    dtype = "float32" if one.kind in (START, BUFFER) else coarsest
-    unit = EPSILON.get(dtype, 2**-23) * (max(1.0, one.coarse) if dtype == "float32" else 1.0)
+    dtype = "float32" if quantity.kind in (START, BUFFER) else coarsest
+    unit = EPSILON.get(dtype, 2**-23) * (max(1.0, quantity.coarse) if dtype == "float32" else 1.0)
     if not rounded:
-        return min(unit * WITHOUT_YARDSTICK[one.kind] * (1 + one.step), MOST[one.kind])
-    here = rounded.get((one.step, one.kind, one.name, one.call), 0.0)
-    if one.kind == START:
+        return min(unit * WITHOUT_YARDSTICK[quantity.kind] * (1 + quantity.step), MOST[quantity.kind])
+    error_here = rounded.get((quantity.step, quantity.kind, quantity.name, quantity.call), 0.0)
+    if quantity.kind == START:
         return unit
-    alike = [error for (step, kind, _, _), error in rounded.items() if (step, kind) == (one.step, one.kind)]
+    alike = [error for (step, kind, _, _), error in rounded.items() if (step, kind) == (quantity.step, quantity.kind)]
     return max(
-        TIMES_YARDSTICK * here, TIMES_YARDSTICK / 2 * float(np.median(alike or [0.0])), LEAST.get(dtype, 64.0) * unit
+        TIMES_YARDSTICK * error_here,
+        TIMES_YARDSTICK / 2 * float(np.median(alike or [0.0])),
+        LEAST.get(dtype, 64.0) * unit,
     )
 
 
 def forgive_small(gradients: list[Quantity], updates: list[Quantity]) -> None:
     """What is next to nothing beside the whole gradient may be all rounding, as that of a key's bias, or of a bias in
     front of a BatchNorm. Where it is, so is its update, which Adam makes as large as any other."""
-    total = np.sqrt(sum(one.norm**2 for one in gradients))
-    small = {one.name: one for one in gradients if one.norm < SMALL * total}
-    noise = {name for name, one in small.items() if one.differs}
-    for one in small.values():
-        one.is_small = True
-        one.limit = max(one.limit, one.limit * SMALL * total / max(one.norm, 1e-300))
-    for one in updates:
-        if one.name in noise and not small[one.name].differs:
-            one.limit, one.is_small = 4.0, True
+    total = np.sqrt(sum(quantity.norm**2 for quantity in gradients))
+    small = {quantity.name: quantity for quantity in gradients if quantity.norm < SMALL * total}
+    noise = {name for name, quantity in small.items() if quantity.differs}
+    for quantity in small.values():
+        quantity.is_small = True
+        quantity.limit = max(quantity.limit, quantity.limit * SMALL * total / max(quantity.norm, 1e-300))
+    for quantity in updates:
+        if quantity.name in noise and not small[quantity.name].differs:
+            quantity.limit, quantity.is_small = 4.0, True

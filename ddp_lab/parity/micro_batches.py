@@ -65,13 +65,13 @@ class MicroBatches:
             return
         self._calls.clear()
         self.number, self.inside = self.number + 1, True
-        self.of_step.append(self._made_of({str(number): one for number, one in enumerate(args)} | dict(kwargs)))
+        self.of_step.append(self._made_of({str(number): value for number, value in enumerate(args)} | dict(kwargs)))
 
     def end(self) -> None:
         self.inside = self._in_pipeline
 
     def _made_of(self, batch: Mapping[str, Any]) -> MicroBatch:
-        tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor) and one.dim()}
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
         if not tensors:
             return NONE
         first, mask = next(iter(tensors.values())), tensors.get("attention_mask")

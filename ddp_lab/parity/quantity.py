@@ -12,7 +12,7 @@ class Quantity:
     Attributes:
         error: Of the norm, by rank and micro-batch of run B, after the best `way`.
         factor: What run A's is to be multiplied with, by rank and micro-batch.
-        rest: What is left of the difference when that factor is taken out.
+        remainder: What is left of the difference when that factor is taken out.
         way: `equal`, `sum` or `parts`.
         limit: What rounding may do.
         coarse: Of an update, how many times larger the parameter is.
@@ -26,7 +26,7 @@ class Quantity:
     call: int
     error: dict[tuple[int, int], float]
     factor: dict[tuple[int, int], float]
-    rest: dict[tuple[int, int], float]
+    remainder: dict[tuple[int, int], float]
     way: str = "equal"
     limit: float = 0.0
     dtypes: tuple[str, str] = ("", "")
@@ -64,4 +64,4 @@ class Quantity:
         values = list(self.factor.values())
         is_one = bool(values) and max(values) - min(values) <= 2e-2 * abs(values[0])
         limit = max(10 * self.limit, 1e-3)
-        return float(np.mean(values)) if is_one and max(self.rest.values()) <= limit * abs(values[0]) else None
+        return float(np.mean(values)) if is_one and max(self.remainder.values()) <= limit * abs(values[0]) else None

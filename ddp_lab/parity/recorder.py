@@ -119,7 +119,7 @@ class Recorder:
             }
         )
         facts["norms"] = [float(norm) for norm in facts["norms"]] or subject.norms(self._of)
-        facts["masks"] = {name: [int(one) for one in drawn] for name, drawn in facts["masks"].items()}
+        facts["masks"] = {name: [int(number) for number in drawn] for name, drawn in facts["masks"].items()}
         store.write(self._folder, self._rank, self._step, self._rows, facts, self._tensors)
         self._step += 1
         self._open()
@@ -142,8 +142,8 @@ class Recorder:
         part: int = -1,
     ) -> None:
         self._order += 1
-        here = {"kind": kind, "name": name, "call": call, "micro_batch": self._micro_batches.number, "part": part}
-        self._rows.add(numbers, keys, elements, **here, order=self._order, dtype=dtype)
+        columns = {"kind": kind, "name": name, "call": call, "micro_batch": self._micro_batches.number, "part": part}
+        self._rows.add(numbers, keys, elements, **columns, order=self._order, dtype=dtype)
 
     # Modules ----------------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Recorder:
             if self._randomness is not None and is_leaf and isinstance(output, Tensor):
                 output = self._rounded(output)
             call = self._micro_batches.call(name)
-            tensors = [one for one in tree_leaves(_values(output)) if isinstance(one, Tensor)]
+            tensors = [value for value in tree_leaves(_values(output)) if isinstance(value, Tensor)]
             number = self._micro_batches.number
             for index, tensor in enumerate(tensors):
                 if tensor.is_floating_point():
@@ -220,8 +220,8 @@ class Recorder:
         by = None if of == "bias" else (output.detach() / parameter.detach()).nan_to_num(0.0, 0.0, 0.0)
 
         def add(gradient: Tensor) -> None:
-            each = gradient.detach() if by is None else gradient.detach() * by
-            rows, keys, _ = rows_of(each, self._micro_batches.at(number))
+            products = gradient.detach() if by is None else gradient.detach() * by
+            rows, keys, _ = rows_of(products, self._micro_batches.at(number))
             if rows.shape[1] % size == 0:  # else of one sample, with as many features as there are samples
                 shares = rows.double().view(len(rows), -1, size).sum(1)
                 self._add(sketch.of_rows(shares), keys, store.SHARE, f"{name}.{of}", 0, [size] * len(keys), "float64")
@@ -260,8 +260,8 @@ class Recorder:
             self._facts["norms"].append(norm.detach())
             return norm
 
-        made = {"forward_backward": watched_forward_backward, "step": watched_step, "clip_grad_norm_": watched_clip}
-        for name, function in made.items():
+        hooks = {"forward_backward": watched_forward_backward, "step": watched_step, "clip_grad_norm_": watched_clip}
+        for name, function in hooks.items():
             setattr(strategy, name, function)
             self._undo.append(lambda name=name: delattr(strategy, name))  # type: ignore[misc]
 

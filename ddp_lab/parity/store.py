@@ -37,10 +37,10 @@ class Rows:
     columns: dict[str, list[Any]] = field(default_factory=dict)
     numbers: list[Any] = field(default_factory=list)
 
-    def add(self, numbers: Any, keys: Sequence[int], elements: Sequence[int], **same: Any) -> None:
+    def add(self, numbers: Any, keys: Sequence[int], elements: Sequence[int], **columns: Any) -> None:
         """`numbers`: fp64 of shape (len(keys), `SIZE` + `MOMENTS`)."""
         self.numbers.append(numbers)
-        for name, value in same.items():
+        for name, value in columns.items():
             self.columns.setdefault(name, []).extend([value] * len(keys))
         self.columns.setdefault("key", []).extend(keys)
         self.columns.setdefault("elements", []).extend(elements)
@@ -102,10 +102,12 @@ class Recorded:
         have whole samples."""
         facts = dict[int, list[dict[str, Any]]]()
         for step, keys in samples.items():
-            for rank, one in enumerate(self.facts[step]):
-                ends = np.cumsum([len(some) for some in one["keys"]])
+            for rank, rank_facts in enumerate(self.facts[step]):
+                ends = np.cumsum([len(some) for some in rank_facts["keys"]])
                 cut = [part.tolist() for part in np.split(np.array(keys), ends[:-1])]
-                facts.setdefault(step, []).append(one | {"keys": cut} if rank in stages or not stages else one)
+                facts.setdefault(step, []).append(
+                    rank_facts | {"keys": cut} if rank in stages or not stages else rank_facts
+                )
         return Recorded(self.folder, facts, is_cut=not stages, stages=stages)
 
     @property
@@ -140,15 +142,15 @@ class Recorded:
         tables = []
         for rank, path in enumerate(sorted(self.folder.glob(f"step_{step:05d}.rank_*.parquet"))):
             try:
-                one = pd.read_parquet(path).assign(rank=rank)
+                table = pd.read_parquet(path).assign(rank=rank)
             except (OSError, ValueError):  # pyarrow's errors are of these
                 raise UserError(f"{path}: is damaged; record the run again") from None
-            if (self.is_cut or rank in self.stages) and len(one):
+            if (self.is_cut or rank in self.stages) and len(table):
                 # rows of samples are in the order of the keys of their micro-batch
                 keys = self.facts[step][rank]["keys"]
-                rows = zip(one["key"], one["micro_batch"], one.groupby("order").cumcount(), strict=True)
-                one["key"] = [keys[micro][at] if key != WHOLE else key for key, micro, at in rows]
-            tables.append(one)
+                rows = zip(table["key"], table["micro_batch"], table.groupby("order").cumcount(), strict=True)
+                table["key"] = [keys[micro][at] if key != WHOLE else key for key, micro, at in rows]
+            tables.append(table)
         return pd.concat([table for table in tables if len(table)], ignore_index=True)
 
 
@@ -214,20 +216,20 @@ def read(folder: Path) -> Recorded:
     """Raises:
     UserError: there is no recorded run, or it is not whole.
     """
-    found = sorted(folder.glob("step_*.rank_*.json"))
-    if not found:
+    paths = sorted(folder.glob("step_*.rank_*.json"))
+    if not paths:
         raise UserError(f"{folder}: no recorded run; ddp_lab.parity.watch(model, '{folder}') in a loop records one")
     facts: dict[int, list[dict[str, Any]]] = {}
-    for path in found:
+    for path in paths:
         try:
-            known = json.loads(json_bytes(path))
+            content = json.loads(json_bytes(path))
         except (ValueError, RecursionError):
             raise UserError(f"{path}: is damaged; record the run again") from None
-        if not isinstance(known, dict) or known.get("format") != FORMAT:
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise UserError(f"{path}: of another version of ddp-lab; record the run again")
-        facts.setdefault(int(path.name[5:10]), []).append(known)
-    wanted = facts[min(facts)][0]["ranks"]
+        facts.setdefault(int(path.name[5:10]), []).append(content)
+    ranks = facts[min(facts)][0]["ranks"]
     for step, of_ranks in facts.items():
-        if len(of_ranks) != wanted:
-            raise UserError(f"{folder}: step {step} has files of {len(of_ranks)} of {wanted} ranks; record it again")
+        if len(of_ranks) != ranks:
+            raise UserError(f"{folder}: step {step} has files of {len(of_ranks)} of {ranks} ranks; record it again")
     return Recorded(folder, facts)

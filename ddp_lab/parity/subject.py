@@ -30,7 +30,7 @@ def plain(name: str) -> str:
 def module_of(subject: "Strategy | nn.Module") -> nn.Module:
     """The innermost module that is the user's own."""
     module = subject.module if isinstance(subject, Strategy) else subject
-    while ENGINES & {one.__name__ for one in type(module).__mro__}:
+    while ENGINES & {base.__name__ for base in type(module).__mro__}:
         module = module.module  # type: ignore[assignment]
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
@@ -67,11 +67,11 @@ def shard_of(name: str, parameter: Any) -> Part | None:
     """
     if not hasattr(parameter, "ds_tensor"):
         return None
-    held, shape = parameter.ds_tensor.detach(), tuple(parameter.ds_shape)
-    if held.numel() < parameter.ds_tensor.ds_numel:
+    shard, shape = parameter.ds_tensor.detach(), tuple(parameter.ds_shape)
+    if shard.numel() < parameter.ds_tensor.ds_numel:
         raise UnsupportedError(f"ddp_lab.parity.watch cannot read {name}, which is offloaded to NVMe")
-    first = min(held.numel() * dist.get_rank(parameter.ds_process_group), prod(shape))
-    return part_in_order(name, first, shape, held.flatten()[: prod(shape) - first])
+    first = min(shard.numel() * dist.get_rank(parameter.ds_process_group), prod(shape))
+    return part_in_order(name, first, shape, shard.flatten()[: prod(shape) - first])
 
 
 def updated_of(parameter: Any) -> tuple[int, Tensor] | None:
@@ -105,7 +105,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def gradients(
-    subject: "Strategy | nn.Module", optimizer: torch.optim.Optimizer | None, known: set[str]
+    subject: "Strategy | nn.Module", optimizer: torch.optim.Optimizer | None, names_read: set[str]
 ) -> Iterator[Part]:
     """Of the step that is about to be taken, without those of `known` names. Collective for a strategy."""
     if isinstance(subject, Strategy):
@@ -116,7 +116,7 @@ def gradients(
             yield plain(name), -1, tuple(gradient.shape), sketch.of_tensor(gradient)
         return
     for name, parameter in module_of(subject).named_parameters():
-        if plain(name) in known:
+        if plain(name) in names_read:
             continue
         if not hasattr(parameter, "ds_tensor") and not hasattr(parameter, "_hp_mapping"):
             if (whole := gradient_of(parameter)) is not None:
@@ -130,7 +130,7 @@ def gradients(
 
 def norms(subject: "Strategy | nn.Module") -> list[float]:
     """By which an engine has clipped in its step, without a call of the loop's."""
-    if ENGINE not in {one.__name__ for one in type(subject).__mro__}:
+    if ENGINE not in {base.__name__ for base in type(subject).__mro__}:
         return []
     engine: Any = subject
     norm = engine.get_global_grad_norm() if engine.gradient_clipping() else None
@@ -175,7 +175,7 @@ def settings(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, d
     named = {plain(name): parameter for name, parameter in module.named_parameters()}
     names = {id(parameter): [name] for name, parameter in named.items()}
     views = {name: updated[1] for name, parameter in named.items() if (updated := updated_of(parameter)) is not None}
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
         numbers = {
             key: value if isinstance(value, bool | int | float) else list(map(float, value))
@@ -186,5 +186,5 @@ def settings(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, d
             numbers.pop(key, None)
         for parameter in group["params"]:
             within = [name for name, view in views.items() if place_in(parameter, view) is not None]
-            found |= dict.fromkeys(names.get(id(parameter)) or within or [f"group {number}"], numbers)
-    return found
+            by_name |= dict.fromkeys(names.get(id(parameter)) or within or [f"group {number}"], numbers)
+    return by_name

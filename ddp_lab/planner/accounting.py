@@ -37,8 +37,8 @@ def sizes(stage: str, precision: str, casts: bool = False) -> dict[str, tuple[in
         casts: Parameters are 16-bit copies of fp32 shards, as with the runner's `--param-dtype`.
     """
     of = dict(zip(MODEL_STATES, PRECISIONS[precision][0], strict=True))
-    found = {component: (0, size) if component in STAGES[stage] else (size, 0) for component, size in of.items()}
-    return found | ({"parameters": (HALF, FP32)} if casts and "parameters" not in STAGES[stage] else {})
+    by_component = {component: (0, size) if component in STAGES[stage] else (size, 0) for component, size in of.items()}
+    return by_component | ({"parameters": (HALF, FP32)} if casts and "parameters" not in STAGES[stage] else {})
 
 
 def state_bytes(parameters: float, ranks: int, stage: str, precision: str, casts: bool = False) -> dict[str, float]:
@@ -64,5 +64,5 @@ def formula(stage: str, precision: str, casts: bool = False) -> str:
 def least_ranks(parameters: float, stage: str, precision: str, memory_bytes: float, casts: bool = False) -> int | None:
     """The smallest number of ranks on each of which states take less than `memory_bytes`; None if there is none."""
     whole, shared = bytes_of_a_parameter(stage, precision, casts)
-    left = memory_bytes - parameters * whole
-    return max(1, int(parameters * shared // left) + 1) if left > 0 else None
+    room = memory_bytes - parameters * whole
+    return max(1, int(parameters * shared // room) + 1) if room > 0 else None

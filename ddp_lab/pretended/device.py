@@ -129,15 +129,15 @@ class Storages(dict[int, Known], Generic[Known]):
         """What is known of the storage of `tensor`."""
         return self.get(tensor.untyped_storage()._cdata)
 
-    def add(self, storage: UntypedStorage, known: Known) -> Known:
+    def add(self, storage: UntypedStorage, record: Known) -> Known:
         key = storage._cdata
 
         def forget(_: object) -> None:
             del self._refs[key]
             self._on_freed(self.pop(key))
 
-        self[key], self._refs[key] = known, weakref.ref(storage, forget)
-        return known
+        self[key], self._refs[key] = record, weakref.ref(storage, forget)
+        return record
 
 
 @contextmanager

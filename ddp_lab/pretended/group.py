@@ -117,12 +117,12 @@ class Group(dist.ProcessGroup):
             "all_gather", inputs, received, lambda filled: [tensor.copy_(inputs[0]) for tensor in filled], opts
         )
 
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Work:
         def fill(filled: Sequence[Tensor]) -> None:
             rows = self._by_rank(filled[0])
-            rows.copy_(own.reshape(1, own.numel()).expand(*rows.shape))
+            rows.copy_(shard.reshape(1, shard.numel()).expand(*rows.shape))
 
-        return self._issue("all_gather", [own], [output], fill, opts)
+        return self._issue("all_gather", [shard], [output], fill, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         def fill(filled: Sequence[Tensor]) -> None:

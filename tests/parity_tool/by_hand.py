@@ -89,12 +89,12 @@ def train(
         words, labels = (torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=generator) for _ in range(2))
         start = 0
         if cut == "tokens":
-            words, labels = (one.chunk(ranks, dim=1)[rank].clone() for one in (words, labels))
+            words, labels = (tensor.chunk(ranks, dim=1)[rank].clone() for tensor in (words, labels))
             start = {"positions": 0, "others' positions": ranks - 1 - rank}.get(fault, rank) * words.shape[1]
             if fault == "labels":
                 labels[:, -1] = -100
         elif not cut:
-            words, labels = (one.chunk(ranks)[rank] for one in (words, labels))
+            words, labels = (tensor.chunk(ranks)[rank] for tensor in (words, labels))
         for some, theirs in zip(words.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
             if fault == "zero between":
                 optimizer.zero_grad()

@@ -24,13 +24,13 @@ def test_recorded_runs(ranks: RankPool, tmp_path, capsys):
     ranks.run(2, run_one, tmp_path / "b", {"wrapper": "ddp", "fault": "not divided", "micro_batches": 4})
     runs = [str(tmp_path / run) for run in "abc"]
     assert main([*runs[:2], "--yardstick", runs[2], "--output-dir", str(tmp_path)]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 7  # five, what was not seen, and the page
-    assert said[1] == "first difference: all gradients are x 4: micro-batches"
-    assert "step 0 on rank 0, 1" in said[2]
-    assert said[4].startswith("before it: ")
-    page = Path(said[-1].removeprefix("page: ")).read_text()
-    assert said[1] in page
+    output = capsys.readouterr().out.splitlines()
+    assert len(output) == 7  # five, what was not seen, and the page
+    assert output[1] == "first difference: all gradients are x 4: micro-batches"
+    assert "step 0 on rank 0, 1" in output[2]
+    assert output[4].startswith("before it: ")
+    page = Path(output[-1].removeprefix("page: ")).read_text()
+    assert output[1] in page
     assert page.count("<circle") > 40
     assert main([runs[0], runs[2], "--output-dir", str(tmp_path)]) == 0
     assert "first difference: none" in capsys.readouterr().out
@@ -103,13 +103,13 @@ def test_tensors_of_a_module_are_kept_whole(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = watch(model, tmp_path, whole="0")
     x = torch.randn(5, 4)
-    wanted = model[0](x).detach()
+    expected = model[0](x).detach()
     model(x).sum().backward()
     optimizer.step()
     recorder.close()
-    kept = torch.load(tmp_path / "step_00000.rank_00000.pt")
-    torch.testing.assert_close(kept["output"], [wanted])
-    torch.testing.assert_close(kept["output gradient"], [(wanted > 0).float()])
+    tensors = torch.load(tmp_path / "step_00000.rank_00000.pt")
+    torch.testing.assert_close(tensors["output"], [expected])
+    torch.testing.assert_close(tensors["output gradient"], [(expected > 0).float()])
 
 
 def test_docs_have_every_flag():

@@ -91,12 +91,12 @@ def test_deepspeed(stage, ranks: RankPool, tmp_path):
     plainly(tmp_path / "clips", CLIPS)
     for micro_batches in (1, 2):
         ranks.run(2, by_engine, tmp_path / f"{micro_batches}", stage, micro_batches)
-        found = answer(tmp_path / "a", tmp_path / f"{micro_batches}")
-        assert not found.differs, found.lines
-    for fault, said in FAULTS.items() if stage else list(FAULTS.items())[:-1]:  # stage 0 tells no norm
+        result = answer(tmp_path / "a", tmp_path / f"{micro_batches}")
+        assert not result.differs, result.lines
+    for fault, words in FAULTS.items() if stage else list(FAULTS.items())[:-1]:  # stage 0 tells no norm
         ranks.run(2, by_engine, tmp_path / fault, stage, 4 if "divided" in fault else 1, fault)
-        found = answer(tmp_path / ("clips" if fault.startswith("clips") else "a"), tmp_path / fault)
-        assert said in found.lines[1], (fault, found.lines)
+        result = answer(tmp_path / ("clips" if fault.startswith("clips") else "a"), tmp_path / fault)
+        assert words in result.lines[1], (fault, result.lines)
 
 
 def test_a_module_with_names_of_an_engine(tmp_path):

@@ -25,7 +25,7 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 def test_zero_table():
     """Rajbhandari et al., figure 1: 7.5 B parameters, 64 ranks, K = 12."""
     in_gb = {stage: sum(state_bytes(7.5e9, 64, stage, "mixed").values()) / 1e9 for stage in STAGES}
-    assert {stage: f"{held:.1f}" for stage, held in in_gb.items()} == {
+    assert {stage: f"{nbytes:.1f}" for stage, nbytes in in_gb.items()} == {
         "replicated": "120.0",
         "zero1": "31.4",
         "zero2": "16.6",
@@ -38,7 +38,7 @@ def test_ranks_that_a_large_model_needs():
     """126 pairs of linear layers of 16384 and 53248 features: 819 GiB of fp32 weights, as much of gradients, twice for
     Adam; 41 devices of 80 GiB hold these states."""
     parameters = 126 * 2 * 16384 * 53248
-    assert [held / GIB for held in state_bytes(parameters, 1, "zero3", "bf16").values()] == [819, 819, 1638]
+    assert [nbytes / GIB for nbytes in state_bytes(parameters, 1, "zero3", "bf16").values()] == [819, 819, 1638]
     assert least_ranks(parameters, "zero3", "bf16", 80 * GIB) == 41
     assert least_ranks(100 / 16, "zero3", "fp32", 10) == 11, "10 gives exactly 10"
 

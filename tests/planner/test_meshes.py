@@ -41,13 +41,13 @@ TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--
 )
 def test_meshes_of_a_cluster(gpus, meshes):
     cluster = hardware.cluster(gpus, "pcie4", "ndr" if gpus.count("x") > 1 else None)
-    found = list(all_meshes(cluster))
-    with_context = list(all_meshes(cluster, [CONTEXT]))[len(found) :]
+    planned = list(all_meshes(cluster))
+    with_context = list(all_meshes(cluster, [CONTEXT]))[len(planned) :]
     assert [mesh.degrees[CONTEXT] for mesh in with_context] == [
         size for size in (2, 3, 4) if cluster.ranks_per_node % size == 0
     ]
-    assert [str(mesh) for mesh in found] == meshes
-    for mesh in found:
+    assert [str(mesh) for mesh in planned] == meshes
+    for mesh in planned:
         mesh.require_ranks(cluster.world_size, cluster.ranks_per_node)
 
 

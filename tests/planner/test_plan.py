@@ -148,7 +148,7 @@ def test_which_choice_is_recommended(times, peaks, taken):
 
 
 @each_row(
-    ("peaks", "said"),
+    ("peaks", "phrases"),
     [
         ({"block": 12, "selective": 20, "micro 1": 30}, ("selective (20.00 GiB", "block (12.00 GiB")),
         ({}, ("would fit with none of: --grad-accum-steps 8",)),
@@ -156,7 +156,7 @@ def test_which_choice_is_recommended(times, peaks, taken):
         ({"zero3": 9}, ("--ddp-choice zero3 (9.00 GiB",)),
     ],
 )
-def test_what_does_not_fit_says_what_would(peaks, said):
+def test_what_does_not_fit_says_what_would(peaks, phrases):
     def simulate(cases):
         for each in cases:
             names = {each.config.choice, each.level, str(each.cluster.world_size), f"micro {each.micro_batch_size}"}
@@ -165,7 +165,7 @@ def test_what_does_not_fit_says_what_would(peaks, said):
     of = case(batch=16)
     outcomes = [Outcome(of.but(choice="zero1"), simulation(100, 0, 30)), Outcome(of.but(choice="zero2"), None, "?")]
     (sentence,) = plan.besides(outcomes, None, simulate)
-    assert all(words in sentence for words in said)
+    assert all(words in sentence for words in phrases)
 
 
 def test_what_would_be_faster_is_simulated_too():
@@ -250,7 +250,7 @@ def test_an_own_workload_and_adapters(tmp_path):
     answer = planned("--workload", f"{ROOT}/examples/workload.py:build", "--gpus", "1xH100", "--jobs", "1")
     assert answer.returncode == 0, answer.stderr
     assert "Take bucket_ddp_async: " in answer.stdout and "workload.py:build --global-batch-size 8" in answer.stdout
-    found = {}
+    tables = {}
     for flags in ([], ["--lora-rank", "2"]):
         table = tmp_path / "plan.csv"
         failures = ["--mtbf-hours", "24", "--write-rate", "0.001", "--csv", str(table), "--jobs", "1"]
@@ -258,8 +258,8 @@ def test_an_own_workload_and_adapters(tmp_path):
         answer = planned(*sizes, *WHERE, "--choices", "zero1,zero3", *flags, *failures)
         assert answer.returncode == 0, answer.stderr
         assert re.search(r"^Checkpoints: .* take [\d.]+ s at 0.001 GB/s; .* \(Young, Daly\)\.$", answer.stdout, re.M)
-        found[bool(flags)] = pd.read_csv(table)
-    assert (found[True].resting_bytes < 0.5 * found[False].resting_bytes).all()
+        tables[bool(flags)] = pd.read_csv(table)
+    assert (tables[True].resting_bytes < 0.5 * tables[False].resting_bytes).all()
 
 
 def test_the_interval_between_checkpoints():

@@ -33,10 +33,10 @@ TABLE = msgspec.toml.decode(
 )["cause"]
 
 
-def cause_of(made: Comparison) -> Cause | None:
+def cause_of(comparison: Comparison) -> Cause | None:
     """With its sentences filled in. None: nothing differs, or no cause is known."""
-    for where, step in _places(made):
-        look = Look(made, step)
+    for where, step in _places(comparison):
+        look = Look(comparison, step)
         for cause in TABLE:
             if where in cause.where and (words := _words(cause, look)) is not None:
                 says, usually = (text.format(**look.words() | words) for text in (cause.says, cause.usually))
@@ -44,10 +44,10 @@ def cause_of(made: Comparison) -> Cause | None:
     return None
 
 
-def _places(made: Comparison) -> Iterator[tuple[str, int]]:
+def _places(comparison: Comparison) -> Iterator[tuple[str, int]]:
     """Where to look, with the step. Data come before all that is computed from them."""
-    first = made.first
-    for step in made.steps:
+    first = comparison.first
+    for step in comparison.steps:
         kind = first.kind if first is not None and step == first.step else ""
         yield "samples", step
         if kind in ("", PARAMETER, BUFFER):

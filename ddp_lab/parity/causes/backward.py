@@ -44,34 +44,34 @@ REASONS = {
 
 
 def gradient_is_missing(look: Look) -> Words | None:
-    in_a, in_b = look.made.only.get(look.step, ([], []))
+    in_a, in_b = look.comparison.only.get(look.step, ([], []))
     names, which, other = (in_a, "B", "A") if in_a else (in_b, "A", "B")
     return {"names": and_others(names), "count": len(names), "which": which, "other": other} if names else None
 
 
 def is_frozen_in_one_run(look: Look) -> bool:
-    frozen = set(look.made.a.first["frozen"]) ^ set(look.made.b.first["frozen"])
-    in_a, in_b = look.made.only[look.step]
+    frozen = set(look.comparison.a.first["frozen"]) ^ set(look.comparison.b.first["frozen"])
+    in_a, in_b = look.comparison.only[look.step]
     return bool(frozen & set(in_a or in_b))
 
 
 def module_is_unseen(look: Look) -> bool:
-    in_a, in_b = look.made.only[look.step]
-    return bool({name.rpartition(".")[0] for name in in_a or in_b} & look.made.left_out[UNSEEN])
+    in_a, in_b = look.comparison.only[look.step]
+    return bool({name.rpartition(".")[0] for name in in_a or in_b} & look.comparison.left_out[UNSEEN])
 
 
 def no_gradient_is_in_both(look: Look) -> bool:
-    return not look.gradients and not all(look.made.only[look.step])
+    return not look.gradients and not all(look.comparison.only[look.step])
 
 
 def only_hooked_differ(look: Look) -> bool:
     differing = {gradient.name for gradient in look.gradients if gradient.differs}
-    return differing <= set(look.made.a.first["hooked"]) and len(differing) < len(look.gradients)
+    return differing <= set(look.comparison.a.first["hooked"]) and len(differing) < len(look.gradients)
 
 
 def norms_differ_by_rank(look: Look) -> bool:
     """Before a reduction, after which ranks agree, or without one."""
-    norms = [facts["norms"] for facts in look.made.b.facts[look.step]]
+    norms = [facts["norms"] for facts in look.comparison.b.facts[look.step]]
     return len(norms) > 1 and all(norms) and bool(np.ptp([of_rank[0] for of_rank in norms]) > NEAR * norms[0][0])
 
 
@@ -84,12 +84,12 @@ def some_ranks_agree(look: Look) -> Words | None:
 def ranks_have_other_factors(look: Look) -> Words | None:
     """And nothing else is different."""
     first = look.first
-    is_factor = all(rest <= CLOSE * abs(first.factor[which]) for which, rest in first.rest.items())
+    is_factor = all(remainder <= CLOSE * abs(first.factor[which]) for which, remainder in first.remainder.items())
     return {"factors": _by_rank({rank: factor for (rank, _), factor in first.factor.items()})} if is_factor else None
 
 
 def parts_have_other_factors(look: Look) -> Words | None:
-    weights = weights_of_parts(look.made, look.step)
+    weights = weights_of_parts(look.comparison, look.step)
     if weights is None or np.ptp(weights) <= NEAR * np.abs(weights).max():
         return None
     return {"factors": _by_rank(dict(enumerate(1 / weights)))}
@@ -100,24 +100,27 @@ def _by_rank(factors: Mapping[int, float]) -> str:
 
 
 def samples_are_filled_up_otherwise(look: Look) -> bool:
-    return bool(look.made.left_out[FILLED])
+    return bool(look.comparison.left_out[FILLED])
 
 
 def is_sum_with_step_before(look: Look) -> bool:
     """A gradient of run B is run A's plus run B's of the step before."""
-    now, before = (sketch_of(look.made.b, step, look.first) for step in (look.step, look.step - 1))
-    return is_close(now - before, sketch_of(look.made.a, look.step, look.first))
+    now, before = (sketch_of(look.comparison.b, step, look.first) for step in (look.step, look.step - 1))
+    return is_close(now - before, sketch_of(look.comparison.a, look.step, look.first))
 
 
 def is_of_step_before(look: Look) -> bool:
     """What run B has is what run A had one step before."""
-    now, before = sketch_of(look.made.b, look.step, look.first), sketch_of(look.made.a, look.step - 1, look.first)
+    now, before = (
+        sketch_of(look.comparison.b, look.step, look.first),
+        sketch_of(look.comparison.a, look.step - 1, look.first),
+    )
     return is_close(now, before)
 
 
 def losses_have_other_scales(look: Look) -> Words | None:
     """The losses of ranks or micro-batches count alike, though they are means over different numbers."""
-    scales = {which: scale for which, scale in look.made.scales[look.step].items() if which[0] >= 0}
+    scales = {which: scale for which, scale in look.comparison.scales[look.step].items() if which[0] >= 0}
     values = np.abs(list(scales.values()))
     if len(values) < 2 or np.ptp(values) <= NEAR * values.max():
         return None
@@ -125,7 +128,7 @@ def losses_have_other_scales(look: Look) -> Words | None:
 
 
 def micro_batches_count_otherwise(look: Look) -> Words | None:
-    weights = weights_of_micro_batches(look.made, look.step)
+    weights = weights_of_micro_batches(look.comparison, look.step)
     if weights is None or np.ptp(weights) <= 10 * NEAR * np.abs(weights).max():
         return None
     counted = ""
@@ -159,20 +162,20 @@ def norms_differ(look: Look) -> Words | None:
     rounding = float(np.linalg.norm(limits * norms)) / max(float(np.linalg.norm(norms)), 1e-300)
     if not in_a or not in_b or abs(in_b[0] / in_a[0] - 1) <= max(CLOSE / 4, rounding):
         return None
-    return {"norm_a": in_a[0], "norm_b": in_b[0], "quotient": times(look.made, in_b[0] / in_a[0])}
+    return {"norm_a": in_a[0], "norm_b": in_b[0], "quotient": times(look.comparison, in_b[0] / in_a[0])}
 
 
 def losses_differ(look: Look) -> Words | None:
     a, b = look.facts("loss")
     if a is None or b is None or abs(b / a - 1) <= CLOSE:
         return None
-    return {"loss_a": a, "loss_b": b, "quotient": times(look.made, b / a)}
+    return {"loss_a": a, "loss_b": b, "quotient": times(look.comparison, b / a)}
 
 
 def only_replicas_differ(look: Look) -> Words | None:
     """On a mesh that cuts layers or tokens, what its ranks hold whole."""
     names = [gradient.name for gradient in look.gradients if gradient.differs]
-    is_cut = set(look.made.b.first.get("mesh", {})) & {"tp", "cp"}
+    is_cut = set(look.comparison.b.first.get("mesh", {})) & {"tp", "cp"}
     are_whole = all("norm" in name or name.endswith("bias") for name in names)
     return {"names": and_others(names)} if is_cut and are_whole and len(names) < len(look.gradients) else None
 
@@ -192,17 +195,17 @@ def all_are_multiples(look: Look) -> bool:
 
 
 def earlier_steps_agree(look: Look) -> bool:
-    return look.step > look.made.steps[0]
+    return look.step > look.comparison.steps[0]
 
 
 def run_a_scales_after_backward(look: Look) -> Words | None:
     """By no power of two, which is a loss scale or micro-batches, where the factor says nothing."""
-    scale = scale_after_backward(look.made, look.step)
+    scale = scale_after_backward(look.comparison, look.step)
     return None if factor_has_a_name(look) or is_power_of_two(scale, 1e-5) else {"scale": scale}
 
 
 def factor_has_reasons(look: Look) -> Words:
-    names = factor_name(look.made, look.first.one_factor or 1.0).split(" or ")
+    names = factor_name(look.comparison, look.first.one_factor or 1.0).split(" or ")
     reasons = [REASONS[name] for name in names if name in REASONS]
     return {"reasons": "; or ".join(reasons) or "a scale of the loss or of the reduction that one run alone has"}
 
@@ -225,9 +228,9 @@ def optimizers_have_other_settings(look: Look) -> Words | None:
             continue
         words = {"key": key, "of": of, "a": _short(a), "b": _short(b), "on_rank": ""}
         if isinstance(a, float | int) and isinstance(b, float | int) and a and b:
-            named = factor_name(look.made, b / a)
+            named = factor_name(look.comparison, b / a)
             words["b"] += f" (x {b / a:.4g}{f' = {named}' if named else ''})"
-        on_ranks = [facts.get("optimizer", {}).get(of, {}).get(key, b) for facts in look.made.b.facts[look.step]]
+        on_ranks = [facts.get("optimizer", {}).get(of, {}).get(key, b) for facts in look.comparison.b.facts[look.step]]
         if not all(_equal(value, b) for value in on_ranks):
             words["on_rank"] = f" on rank {rank}"
         return words
@@ -237,7 +240,7 @@ def optimizers_have_other_settings(look: Look) -> Words | None:
 def _settings(look: Look) -> Iterator[tuple[int, str, str, Any, Any]]:
     """(rank, parameter, setting, run A's value, run B's value), of the parameter if both runs name it."""
     in_a, name = look.facts("optimizer")[0] or {}, look.first.name
-    for rank, facts in enumerate(look.made.b.facts[look.step]):
+    for rank, facts in enumerate(look.comparison.b.facts[look.step]):
         in_b = facts.get("optimizer", {})
         pairs = [(name, in_a[name], in_b[name])] if name in in_a and name in in_b else []
         if not pairs:
@@ -256,7 +259,7 @@ def _short(value: Any) -> str:
 
 
 def is_not_updated(look: Look) -> Words | None:
-    updates = [update for update in look.made.of(look.step, PARAMETER) if update.norm]
+    updates = [update for update in look.comparison.of(look.step, PARAMETER) if update.norm]
     still = [update.name for update in updates if max(map(abs, update.factor.values())) < 1e-9]
     return {"names": and_others([look.first.name, *still[1:]])} if look.first.name in still else None
 
@@ -275,5 +278,5 @@ def mean_of_this_variance_agrees(look: Look) -> Words | None:
     """Of running statistics."""
     module, _, name = look.first.name.rpartition(".")
     mean = f"{module}.running_mean".lstrip(".")
-    agreeing = [buffer.name for buffer in look.made.of(look.step, BUFFER) if not buffer.differs]
+    agreeing = [buffer.name for buffer in look.comparison.of(look.step, BUFFER) if not buffer.differs]
     return {"mean": mean} if name == "running_var" and mean in agreeing else None

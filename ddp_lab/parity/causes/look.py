@@ -23,12 +23,12 @@ class Look(NamedTuple):
     step: The one in which runs differ first, or one before.
     """
 
-    made: Comparison
+    comparison: Comparison
     step: int
 
     @property
     def first(self) -> Quantity:
-        first = self.made.first
+        first = self.comparison.first
         assert first is not None  # in no place where quantities are looked at
         return first
 
@@ -39,26 +39,26 @@ class Look(NamedTuple):
     @property
     def ranks(self) -> list[int]:
         """The ranks on which it differs, if it does not on all that have it."""
-        known, ranks = {rank for rank, _ in self.first.error}, self.first.ranks
-        return ranks if -1 not in known and 0 < len(ranks) < len(known) else []
+        holders, ranks = {rank for rank, _ in self.first.error}, self.first.ranks
+        return ranks if -1 not in holders and 0 < len(ranks) < len(holders) else []
 
     @property
     def gradients(self) -> list[Quantity]:
-        return self.made.of(self.step, GRADIENT)
+        return self.comparison.of(self.step, GRADIENT)
 
     @property
     def tables(self) -> tuple[Table, Table]:
-        return self.made.a.table(self.step), self.made.b.table(self.step)
+        return self.comparison.a.table(self.step), self.comparison.b.table(self.step)
 
     def facts(self, name: str) -> tuple[Any, Any]:
         """What rank 0 of both runs knows of the step."""
-        in_a, in_b = (run.facts[self.step][0].get(name) for run in (self.made.a, self.made.b))
+        in_a, in_b = (run.facts[self.step][0].get(name) for run in (self.comparison.a, self.comparison.b))
         return in_a, in_b
 
     def words(self) -> Words:
         """That all sentences may use."""
         words: Words = {"step": self.step, "step_before": self.step - 1}
-        if (first := self.made.first) is None:
+        if (first := self.comparison.first) is None:
             return words
         factor = first.one_factor
         return words | {
@@ -67,21 +67,21 @@ class Look(NamedTuple):
             "module": self.module or "the model",
             "kind": first.kind,
             "ranks": ", ".join(map(str, self.ranks)),
-            "times": "" if factor is None else times(self.made, factor),
+            "times": "" if factor is None else times(self.comparison, factor),
         }
 
 
-def factor_name(made: Comparison, factor: float) -> str:
+def factor_name(comparison: Comparison, factor: float) -> str:
     """What `factor` may be in the runs: ranks, micro-batches, degrees of a mesh, the loss scale."""
-    ranks, micro = made.b.ranks / made.a.ranks, made.b.micro_batches / made.a.micro_batches
-    known = {"ranks": ranks, "micro-batches": micro}
+    ranks, micro = comparison.b.ranks / comparison.a.ranks, comparison.b.micro_batches / comparison.a.micro_batches
+    candidates = {"ranks": ranks, "micro-batches": micro}
     if ranks != 1 and micro != 1:
-        known["ranks x micro-batches"] = ranks * micro
-    known |= {f"{name} of the mesh": float(degree) for name, degree in made.b.first.get("mesh", {}).items()}
+        candidates["ranks x micro-batches"] = ranks * micro
+    candidates |= {f"{name} of the mesh": float(degree) for name, degree in comparison.b.first.get("mesh", {}).items()}
     if factor >= SCALE and is_power_of_two(factor, NEAR):
-        known["a loss scale"] = factor
+        candidates["a loss scale"] = factor
     names = []
-    for name, value in known.items():
+    for name, value in candidates.items():
         if value != 1 and abs(factor / value - 1) < NEAR:
             names.append(name)
         elif value != 1 and abs(factor * value - 1) < NEAR:
@@ -93,9 +93,9 @@ def is_power_of_two(factor: float, near: float) -> bool:
     return abs(np.log2(abs(factor)) - round(np.log2(abs(factor)))) < near
 
 
-def times(made: Comparison, factor: float) -> str:
+def times(comparison: Comparison, factor: float) -> str:
     """`x 2: ranks`."""
-    named = factor_name(made, factor)
+    named = factor_name(comparison, factor)
     return f"x {factor:.4g}" + (f": {named}" if named else "")
 
 
@@ -115,40 +115,40 @@ def sketch_of(run: Recorded, step: int, quantity: Quantity) -> np.ndarray:
     return sketch
 
 
-def is_close(sketch: np.ndarray, wanted: np.ndarray) -> bool:
-    return bool(np.linalg.norm(sketch - wanted) <= CLOSE * np.linalg.norm(wanted))
+def is_close(sketch: np.ndarray, target: np.ndarray) -> bool:
+    return bool(np.linalg.norm(sketch - target) <= CLOSE * np.linalg.norm(target))
 
 
-def scale_after_backward(made: Comparison, step: int) -> float:
+def scale_after_backward(comparison: Comparison, step: int) -> float:
     """By what run A multiplies its gradients before the optimizer reads them: 1, if nothing tells."""
-    table, found = made.a.table(step), list[float]()
+    table, factors = comparison.a.table(step), list[float]()
     for place, rows in table.places.items():
-        wanted = table.places.get(Place(GRADIENT, place.name)) if place.kind == SHARE else None
-        if wanted is not None:
-            of_samples, gradient = table.sketches[rows].sum(0), table.sketches[wanted[0]]
+        gradient_rows = table.places.get(Place(GRADIENT, place.name)) if place.kind == SHARE else None
+        if gradient_rows is not None:
+            of_samples, gradient = table.sketches[rows].sum(0), table.sketches[gradient_rows[0]]
             factor = float(of_samples @ gradient) / max(float(of_samples @ of_samples), 1e-300)
             if factor and is_close(of_samples * factor, gradient):
-                found.append(factor)
-    return float(np.median(found)) if found else 1.0
+                factors.append(factor)
+    return float(np.median(factors)) if factors else 1.0
 
 
-def weights_of_micro_batches(made: Comparison, step: int) -> np.ndarray | None:
+def weights_of_micro_batches(comparison: Comparison, step: int) -> np.ndarray | None:
     """How often each micro-batch of run B counts in its gradients beside run A's, of shape (ranks, micro-batches).
 
     Biases and norms tell: what each sample adds to their gradients is known from run A. None: they do not tell.
     """
-    table = made.a.table(step)
-    keys = [[set(some) for some in facts["keys"]] for facts in made.b.facts[step]]
+    table = comparison.a.table(step)
+    keys = [[set(some) for some in facts["keys"]] for facts in comparison.b.facts[step]]
     columns, of_b = list[np.ndarray](), list[np.ndarray]()
-    for one in made.of(step, GRADIENT):
-        place = Place(SHARE, one.name)
-        wanted, theirs = sketch_of(made.a, step, one), sketch_of(made.b, step, one)
+    for gradient in comparison.of(step, GRADIENT):
+        place = Place(SHARE, gradient.name)
+        target, theirs = sketch_of(comparison.a, step, gradient), sketch_of(comparison.b, step, gradient)
         if place not in table.places:
             continue
         rows = table.places[place]
         of_a = table.sketches[rows].sum(0)
-        factor = float(of_a @ wanted) / max(float(of_a @ of_a), 1e-300)  # clipping
-        if not is_close(of_a * factor, wanted):
+        factor = float(of_a @ target) / max(float(of_a @ of_a), 1e-300)  # clipping
+        if not is_close(of_a * factor, target):
             continue
         parts = [[rows[np.isin(table.key[rows], list(some))] for some in of_rank] for of_rank in keys]
         columns.append(np.stack([table.sketches[part].sum(0) * factor for of_rank in parts for part in of_rank], 1))
@@ -160,19 +160,19 @@ def weights_of_micro_batches(made: Comparison, step: int) -> np.ndarray | None:
     return None if weights is None else weights.reshape(len(keys), -1)
 
 
-def weights_of_parts(made: Comparison, step: int) -> np.ndarray | None:
+def weights_of_parts(comparison: Comparison, step: int) -> np.ndarray | None:
     """With which the parts of gradients that ranks of run B have add up to run A's, of shape (ranks,)."""
-    blocks = {place.name: parts for place, parts in made.b.table(step).blocks.items() if place.kind == GRADIENT}
-    cut = [gradient for gradient in made.of(step, GRADIENT) if gradient.name in blocks]
-    nothing, ranks = np.zeros(SIZE), range(made.b.ranks)
-    columns = [np.stack([blocks[one.name].get(rank, nothing) for rank in ranks], 1) for one in cut]
-    return _combination(columns, [sketch_of(made.a, step, one) for one in cut])
+    blocks = {place.name: parts for place, parts in comparison.b.table(step).blocks.items() if place.kind == GRADIENT}
+    cut = [gradient for gradient in comparison.of(step, GRADIENT) if gradient.name in blocks]
+    nothing, ranks = np.zeros(SIZE), range(comparison.b.ranks)
+    columns = [np.stack([blocks[gradient.name].get(rank, nothing) for rank in ranks], 1) for gradient in cut]
+    return _combination(columns, [sketch_of(comparison.a, step, gradient) for gradient in cut])
 
 
-def _combination(columns: list[np.ndarray], wanted: list[np.ndarray]) -> np.ndarray | None:
+def _combination(columns: list[np.ndarray], targets: list[np.ndarray]) -> np.ndarray | None:
     """Weights with which columns add up to what is wanted. None: none do, or there are too few rows to tell."""
     if not columns or 2 * columns[0].shape[1] > sum(map(len, columns)):
         return None
-    matrix, right = np.concatenate(columns), np.concatenate(wanted)
+    matrix, right = np.concatenate(columns), np.concatenate(targets)
     weights: np.ndarray = np.linalg.lstsq(matrix, right, rcond=None)[0]
     return weights if is_close(matrix @ weights, right) else None

@@ -114,10 +114,10 @@ def bytes_moved(
     if function.overloadpacket in READS_PART and tensors:
         produced = sum(map(tensor_bytes, written))
         return produced + min(tensor_bytes(tensors[0]), produced) + sum(map(tensor_bytes, tensors[1:]))
-    both = updated(function, arguments)
+    rewritten = updated(function, arguments)
     return sum(
         tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in (*tensors, *written)}.values()
-    ) + sum(map(tensor_bytes, both))
+    ) + sum(map(tensor_bytes, rewritten))
 
 
 def updated(function: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> list[Tensor]:

@@ -105,7 +105,7 @@ def filled(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {**(table()["devices"][like] if like else {}), **entry}
 
 
-def canonical_name(name: str, entries: Mapping[str, Any], what: str, others: Iterable[str] = ()) -> str:
+def canonical_name(name: str, entries: Mapping[str, Any], what: str, more_names: Iterable[str] = ()) -> str:
     """The key in `entries` that `name` stands for.
 
     Raises:
@@ -113,7 +113,7 @@ def canonical_name(name: str, entries: Mapping[str, Any], what: str, others: Ite
     """
     spellings = {spelled(alias): key for key, entry in entries.items() for alias in (key, *entry.get("aliases", ()))}
     if spelled(name) not in spellings:
-        raise UserError(unknown_name(what, name, [*entries, *others]))
+        raise UserError(unknown_name(what, name, [*entries, *more_names]))
     return spellings[spelled(name)]
 
 

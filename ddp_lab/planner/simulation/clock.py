@@ -114,13 +114,13 @@ class Clock:
         self._issued_s = max(self._issued_s, self.now_s)
 
     def _compute(self, seconds: float) -> None:
-        begin, left = self.now_s, seconds
+        begin, remaining_s = self.now_s, seconds
         if not self._active:
-            self.now_s, left = begin + seconds, 0.0
-        while left > 0:
+            self.now_s, remaining_s = begin + seconds, 0.0
+        while remaining_s > 0:
             slowness = self._slowness([flight.cost for flight in self._active])
-            step = self._step(left * slowness)
-            left = left - step / slowness if step < left * slowness else 0.0
+            step = self._step(remaining_s * slowness)
+            remaining_s = remaining_s - step / slowness if step < remaining_s * slowness else 0.0
         self.compute_s += self.now_s - begin
 
     def _slowness(self, costs: Iterable[CollectiveCost]) -> float:
@@ -197,16 +197,16 @@ class Clock:
         for flight in self._active:
             if not flight.latency_left_s:
                 busy[flight.cost.link] += flight.cost.share
-        left = {
+        remaining = {
             flight: flight.latency_left_s or flight.transfer_left_s * max(1.0, busy[flight.cost.link])
             for flight in self._active
         }
-        step = min([most_s, *left.values()])
+        step = min([most_s, *remaining.values()])
         self.now_s += step
         if self._active:
             self.in_flight_s += step
             self._flown_until_s = self.now_s
-        for flight, left_s in left.items():
+        for flight, left_s in remaining.items():
             progress = 1.0 if left_s <= step else step / left_s
             if flight.latency_left_s:
                 flight.latency_left_s *= 1 - progress

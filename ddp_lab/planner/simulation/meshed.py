@@ -145,9 +145,9 @@ def evenly_routed(is_cuda: bool, on_wait: Callable[[], object]) -> Iterator[None
         on_wait: Called where the host waits for the device.
     """
 
-    def even(both: Tensor, rows: int) -> list[list[list[int]]]:
+    def even(counts_by_rank: Tensor, rows: int) -> list[list[list[int]]]:
         on_wait()
-        _, ranks, per_rank = both.shape
+        _, ranks, per_rank = counts_by_rank.shape
         counts = evenly(rows, ranks * per_rank)
         by_rank = [counts[first : first + per_rank] for first in range(0, ranks * per_rank, per_rank)]
         return [by_rank, by_rank]  # as many rows come as go

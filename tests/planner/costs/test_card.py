@@ -53,7 +53,7 @@ def numbers(entry: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, f
 
 def test_what_is_measured_is_in_the_table_s_units(recorded):
     """Whatever the processor: bounds that a wrong unit, or a rate turned over, would miss by far."""
-    found = dict(numbers(entry_in(recorded)))
+    entry = dict(numbers(entry_in(recorded)))
     bounds = {
         **dict.fromkeys(("flops.float32", "flops.bfloat16", "flops.float16"), (1e6, 1e14)),
         **{"bytes_per_s": (1e7, 1e13), "elements_per_s": (1e6, 1e13), "memory_mib": (100, 1e8)},
@@ -63,9 +63,9 @@ def test_what_is_measured_is_in_the_table_s_units(recorded):
         **{"attention.forward": (1e-4, 50), "attention.backward": (1e-4, 50)},
         **{"attention.half": (0, 64), "attention.narrower": (0, 7)},
     }
-    assert found.keys() == bounds.keys()
+    assert entry.keys() == bounds.keys()
     for name, (least, most) in bounds.items():
-        assert least <= found[name] <= most, name
+        assert least <= entry[name] <= most, name
 
 
 def test_the_form_of_attention_is_read_from_two_lengths():

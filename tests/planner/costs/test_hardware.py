@@ -26,7 +26,7 @@ def step_calls():
     with Operators() as operators:
         model(tokens).sum().backward()
         optimizer.step()
-    return operators.seen
+    return operators.calls
 
 
 def test_pretended_tensors_make_the_same_calls_as_real_ones():
@@ -52,7 +52,7 @@ def test_calls_count_what_operators_do():
         torch.ones(15).view(3, 5)
         torch.nn.functional.embedding(torch.tensor([1, 2]), torch.ones(1000, 4))
         torch.ones(3, 4)[:, :1].expand(3, 4).sum()
-    calls = {each.name.removeprefix("aten."): each for each in operators.seen}
+    calls = {each.name.removeprefix("aten."): each for each in operators.calls}
     assert calls["mm.default"].flops == 2 * 3 * 4 * 5
     moved = {"copy_.default": 2 * 40, "add_.Tensor": 3 * 40, "mul_.Tensor": 2 * 40, "_foreach_add_.List": 3 * 40}
     moved |= {"_fused_adamw_.default": 7 * 40 + 4, "mm.default": 4 * (3 * 4 + 4 * 5 + 3 * 5), "view.default": 0}
@@ -92,13 +92,13 @@ def test_how_operators_reach_memory():
         for number, one in enumerate(calls):
             with Operators() as operators:
                 one()
-            assert {each.access for each in operators.seen if each.bytes_moved} == {kind}, (kind, number)
+            assert {each.access for each in operators.calls if each.bytes_moved} == {kind}, (kind, number)
     with Operators() as operators:
         torch.cat([torch.ones(2, 200), torch.ones(2, 200)], 1)
         wide.sum()
         torch._foreach_add_([wide, torch.ones(2)], 1.0)
         torch.nn.functional.embedding(torch.tensor([1, 2]), wide)
-    assert {each.access for each in operators.seen} == {"contiguous"}, "long pieces, one result, or one after another"
+    assert {each.access for each in operators.calls} == {"contiguous"}, "long pieces, one result, or one after another"
 
 
 def test_each_group_takes_memory_outside_torch():

@@ -56,8 +56,8 @@ TRIED = (5, 16, 17, 18)
 def real_strategy(
     mesh: str, choice: str, model: str, sequence_parallel: bool, options: dict[str, Any]
 ) -> Iterator[Strategy]:
-    given = {"sequence_parallel": True, **options} if sequence_parallel else options
-    with strategy_of(Case(choice, model, mesh, given, optimizer="adam")) as strategy:
+    settings = {"sequence_parallel": True, **options} if sequence_parallel else options
+    with strategy_of(Case(choice, model, mesh, settings, optimizer="adam")) as strategy:
         yield strategy
 
 

@@ -92,9 +92,9 @@ def test_schedules_differ_in_memory_as_on_paper():
     rank take, and what they make: it is sent, and let go when its gradient has come."""
     gpipe, one_f_one_b = (planned(name, 2, samples=300) for name in ("gpipe", "1f1b"))
     most = [most_in_flight(lists_of(SCHEDULES[name], Shape(2, MICRO_BATCHES))[0]) for name in ("gpipe", "1f1b")]
-    held = [step.memory.at_peak["activations"] for step in (gpipe, one_f_one_b)]
+    peaks = [step.memory.at_peak["activations"] for step in (gpipe, one_f_one_b)]
     assert gpipe.largest == one_f_one_b.largest == 0
-    assert held[0] - held[1] == pytest.approx((most[0] - most[1]) * (3 + 1) * 300 * 20 * 4, rel=0.01)
+    assert peaks[0] - peaks[1] == pytest.approx((most[0] - most[1]) * (3 + 1) * 300 * 20 * 4, rel=0.01)
 
 
 def peak_of_a_stage(mesh: str, schedule: str, choice: str, model: str, per_rank: int) -> int:

@@ -173,9 +173,9 @@ def real_memory(choice: str) -> dict[str, int]:
 @pytest.mark.parametrize("choice", by_default(CHOICES, "bucket_ddp_async", "zero1", "zero3", "pytorch_zero3"))
 def test_resting_memory_is_what_real_ranks_hold(ranks: RankPool, choice):
     _, real = ranks.run(2, real_memory, choice)
-    held = simulate(setting(choice), cluster(), COSTS, rank=1).memory.at_rest
-    assert {component: held[component] for component in MODEL_STATES} == {name: real[name] for name in MODEL_STATES}
-    assert held["activations"] == held["communication"] == 0
+    planned = simulate(setting(choice), cluster(), COSTS, rank=1).memory.at_rest
+    assert {component: planned[component] for component in MODEL_STATES} == {name: real[name] for name in MODEL_STATES}
+    assert planned["activations"] == planned["communication"] == 0
 
 
 WIDE = 64
@@ -319,15 +319,15 @@ class Fails(Square):
 
 
 @each_row(
-    ("make", "said"),
+    ("make", "message"),
     [
         (BranchesOnWeights, r"depends on its weights \(.*test_simulate\.py:\d+\)"),
         (CountsOnWeights, "simple_ddp: .*nonzero"),
         (Fails, "^the model fails on the plan's samples: ValueError: all samples must end$"),
     ],
 )
-def test_models_that_cannot_run_without_data(make, said):
-    with pytest.raises(CannotSimulate, match=said):
+def test_models_that_cannot_run_without_data(make, message):
+    with pytest.raises(CannotSimulate, match=message):
         simulated(replace(setting("simple_ddp"), make_module=make))
 
 
