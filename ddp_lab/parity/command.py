@@ -82,9 +82,6 @@ def answer_of(a: Path, b: Path, yardstick: Path | None, output: Path, notes: lis
 
 
 def train_and_compare(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Raises:
-    UserError: a run failed.
-    """
     quiet_torchrun()
     flags = ["--max-steps", str(options.steps), "--no-eval", "--no-profile", *flags]
     config = config_of([*flags, "--ddp-choice", options.choice])
@@ -133,11 +130,7 @@ def oracle(config: RunConfig) -> RunConfig:
 
 
 def train(config: RunConfig, ranks: int, folder: Path) -> None:
-    """Train in `folder`, which stays if the run fails.
-
-    Raises:
-        UserError: the run failed; says with which line.
-    """
+    """Train in `folder`, which stays if the run fails."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     log = folder / "log"

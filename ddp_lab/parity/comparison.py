@@ -63,9 +63,6 @@ class Comparison:
 
 
 def compare(a: Recorded, b: Recorded, yardstick: Recorded | None = None) -> Comparison:
-    """Raises:
-    UserError: the runs have no step in common.
-    """
     if not set(a.steps) & set(b.steps):
         raise UserError(f"{a.folder} and {b.folder} have no step in common")
     comparison = _without_limits(a, matched(a, b))

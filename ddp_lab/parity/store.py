@@ -130,9 +130,6 @@ class Recorded:
         return max(len(facts["keys"]) for facts in self.facts[self.steps[0]])
 
     def table(self, step: int) -> "Table":
-        """Raises:
-        UserError: a file is damaged.
-        """
         if step not in self._tables:
             self._tables[step] = Table(self, step)
         return self._tables[step]
@@ -213,9 +210,6 @@ class Table:
 
 
 def read(folder: Path) -> Recorded:
-    """Raises:
-    UserError: there is no recorded run, or it is not whole.
-    """
     paths = sorted(folder.glob("step_*.rank_*.json"))
     if not paths:
         raise UserError(f"{folder}: no recorded run; ddp_lab.parity.watch(model, '{folder}') in a loop records one")

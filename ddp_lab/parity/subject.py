@@ -60,11 +60,7 @@ def part_of(name: str, tensor: Tensor) -> Part:
 
 
 def shard_of(name: str, parameter: Any) -> Part | None:
-    """This rank's part of a parameter that an engine keeps flat and cut (ZeRO stage 3). None: of another kind.
-
-    Raises:
-        UnsupportedError: the part is on a disk.
-    """
+    """This rank's part of a parameter that an engine keeps flat and cut (ZeRO stage 3). None: of another kind."""
     if not hasattr(parameter, "ds_tensor"):
         return None
     shard, shape = parameter.ds_tensor.detach(), tuple(parameter.ds_shape)

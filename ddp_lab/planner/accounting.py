@@ -31,11 +31,8 @@ FP32, HALF = 4, 2
 
 
 def sizes(stage: str, precision: str, casts: bool = False) -> dict[str, tuple[int, int]]:
-    """By component the bytes of a parameter that every rank holds, and those of which each holds 1/N.
-
-    Args:
-        casts: Parameters are 16-bit copies of fp32 shards, as with the runner's `--param-dtype`.
-    """
+    """By component the bytes of a parameter that every rank holds, and those of which each holds 1/N. `casts`:
+    parameters are 16-bit copies of fp32 shards, as with the runner's `--param-dtype`."""
     of = dict(zip(MODEL_STATES, PRECISIONS[precision][0], strict=True))
     by_component = {component: (0, size) if component in STAGES[stage] else (size, 0) for component, size in of.items()}
     return by_component | ({"parameters": (HALF, FP32)} if casts and "parameters" not in STAGES[stage] else {})

@@ -94,12 +94,8 @@ class CollectiveCosts(Protocol):
     """How long collectives take on a cluster."""
 
     def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
-        """Cost of one collective among `ranks` (numbers in the whole world).
-
-        Args:
-            kind: A key of `ddp_lab.collectives.kinds.LABELS`.
-            payload_bytes: As `ddp_lab.strategy.account.Collective` counts them.
-        """
+        """Cost of one collective among `ranks` (numbers in the whole world). `kind`: a key of
+        `ddp_lab.collectives.kinds.LABELS`. `payload_bytes`: as `ddp_lab.strategy.account.Collective` counts them."""
         ...
 
 

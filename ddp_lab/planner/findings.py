@@ -156,10 +156,7 @@ def gib(nbytes: float) -> str:
 
 def remedies(case: Case, any_choice: bool) -> Iterator[tuple[str, Case]]:
     """What needs less memory, one change at a time, and two at once. Changes that make no sense are left out.
-
-    Args:
-        any_choice: The leanest choice is one.
-    """
+    `any_choice`: the leanest choice is one."""
     strategy, micro = case.config.strategy, case.micro_batch_size
     alone = {"grad_accum_steps": case.config.grad_accum_steps * micro} if micro > 1 else {}
     changes: list[Mapping[str, Any]] = [alone] if alone else []

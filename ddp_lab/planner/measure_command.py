@@ -16,11 +16,7 @@ from ddp_lab.writing import write_text
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Measure, and write the file.
-
-    Raises:
-        UserError: ranks are on several nodes, memory is in use, or the file cannot be written.
-    """
+    """Measure, and write the file."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks:
         raise UserError("plan measure measures one node; start it on one")

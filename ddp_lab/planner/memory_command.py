@@ -15,11 +15,7 @@ CAST = "16-bit copies of fp32 shards, as the runner's --param-dtype; gradients a
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Print the states of one rank by formula, in a plan also all that a simulated rank holds at its peak.
-
-    Raises:
-        UserError: the command line makes no sense.
-    """
+    """Print the states of one rank by formula, in a plan also all that a simulated rank holds at its peak."""
     precision, casts = options.precision, bool(options.param_dtype)
     if precision not in PRECISIONS:
         raise UserError(f"--precision {precision}: must be one of {', '.join(PRECISIONS)}")

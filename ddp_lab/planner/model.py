@@ -65,11 +65,8 @@ class Model:
 
     def build(self) -> nn.Module:
         """The module that the runner would train, in training mode, on the device and in the mode of the caller. But
-        attention has no dropout: kernels of GPUs keep nothing for it, and those that run without data keep all scores.
-
-        Raises:
-            UserError: it cannot be built.
-        """
+        attention has no dropout: kernels of GPUs keep nothing for it, and those that run without data keep all
+        scores."""
         if self.lora_rank:
             return copied(with_adapters(self))
         return copied(workload_of(self.name).model) if self.kind == SAMPLES else self._of_transformers()
@@ -119,11 +116,8 @@ class Model:
         return replace(self, config=config | {"num_hidden_layers": count})
 
     def micro_batches(self, count: int, samples: int, sequence_length: int) -> Sequence[MicroBatch]:
-        """`count` micro-batches of so many samples, on the device and in the mode of the caller.
-
-        Args:
-            sequence_length: Tokens of a sample, padding included; not used for images.
-        """
+        """`count` micro-batches of so many samples, on the device and in the mode of the caller. `sequence_length`:
+        tokens of a sample, padding included; not used for images."""
         if self.kind == SAMPLES:
             workload = workload_of(self.name)
             some = [workload.train[place % len(workload.train)] for place in range(samples)]
@@ -141,11 +135,7 @@ class Model:
         return [{name: tensor.clone() for name, tensor in batch.items()} for _ in range(count)]
 
     def require_length(self, sequence_length: int) -> None:
-        """Refuse samples of more tokens than the model has positions.
-
-        Raises:
-            UserError: names both.
-        """
+        """Refuse samples of more tokens than the model has positions."""
         if self.kind != TOKENS:
             return
         most = getattr(self.configuration(), "max_position_embeddings", None)
@@ -175,11 +165,7 @@ def alike_layers(model: Model) -> int:
 
 @cache
 def workload_of(name: str) -> Workload:
-    """What the runner trains with this `--workload`, tried as it tries it.
-
-    Raises:
-        UserError: as `build_workload`.
-    """
+    """What the runner trains with this `--workload`, tried as it tries it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with mock.patch.dict(os.environ, LOCAL_RANK="0"):

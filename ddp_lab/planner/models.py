@@ -50,11 +50,7 @@ def table() -> dict[str, Model]:
 def find(name: str) -> Model:
     """A built-in model (its hub name, with or without owner, in any case, `-Instruct` or not; or its beginning up to a
     hyphen, if no other model's is the same), that of a built-in workload, or one that a local `config.json` describes
-    (the file, or a folder that holds it).
-
-    Raises:
-        UserError: there is none; names similar ones.
-    """
+    (the file, or a folder that holds it)."""
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".json":
         return from_file(path)
@@ -88,11 +84,7 @@ def plain(name: str) -> str:
 
 
 def from_file(path: Path) -> Model:
-    """The model that a local `config.json` describes. Only that file is read, and no code that it names is run.
-
-    Raises:
-        UserError: it cannot be read, or its type is not one of transformers' own.
-    """
+    """The model that a local `config.json` describes. Only that file is read, and no code that it names is run."""
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.exists():
         raise UserError(f"--model {path}: no config.json in this folder")
@@ -117,16 +109,7 @@ def from_sizes(
     kv_heads: int | None = None,
     vocab: int | None = None,
 ) -> Model:
-    """A Llama of these sizes.
-
-    Args:
-        heads: Default: heads of 64 features.
-        kv_heads: Default: as many as `heads`.
-        vocab: Default: SmolLM2's.
-
-    Raises:
-        UserError: no model can have these sizes.
-    """
+    """A Llama of these sizes; by default heads have 64 features, `kv_heads` is `heads`, and `vocab` is SmolLM2's."""
     if heads is None:
         if d_model % HEAD_WIDTH:
             raise UserError(f"--d-model {d_model}: not a multiple of {HEAD_WIDTH}, so say --heads")
@@ -150,11 +133,7 @@ def from_sizes(
 
 
 def checked(model: Model) -> Model:
-    """`model`, built once without memory.
-
-    Raises:
-        UserError: it cannot be built, or is absurdly large.
-    """
+    """`model`, built once without memory."""
     config = model.configuration()
     for name, most in (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MOST_WIDTH)):
         value = getattr(config, name, 1)

@@ -66,11 +66,7 @@ class Outcome:
 def simulate_step(case: Case) -> Simulated:
     """As `simulate`, but a step of many micro-batches, or of a model of many layers, is composed of two of fewer: times
     and memory grow by the same for each (tests hold that to the step itself). Pipelines are simulated as they are, and
-    so is what torch cuts regardless of layers.
-
-    Raises:
-        CannotSimulate, UserError: as `simulate`.
-    """
+    so is what torch cuts regardless of layers."""
     config, layers = case.config, alike_layers(case.model)
     if config.has_stages:
         return simulate(case.setting, case.cluster, case.costs)
@@ -90,11 +86,8 @@ def simulate_step(case: Case) -> Simulated:
 
 
 def extrapolated(low: Simulated, high: Simulated, times: float, parts: bool = False) -> Simulated:
-    """`low`, and so many times what `high` has more.
-
-    Args:
-        parts: Another part of the step than in these may hold most. Otherwise a peak grows by what is held at rest.
-    """
+    """`low`, and so many times what `high` has more. `parts`: another part of the step than in these may hold most.
+    Otherwise a peak grows by what is held at rest."""
 
     def grown(before: float, after: float) -> float:
         return before + times * (after - before)

@@ -33,11 +33,7 @@ COSTS = ("cost_per_billion_tokens", "cost_per_million_samples")
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Simulate what the space has, print the table and a recommendation.
-
-    Raises:
-        UserError: the command line makes no sense, or a file cannot be written.
-    """
+    """Simulate what the space has, print the table and a recommendation."""
     if "," in options.gpus:
         compare_devices(options, console)
         return
@@ -66,11 +62,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def compare_devices(options: argparse.Namespace, console: Console) -> None:
-    """What is recommended on each of several clusters, in one table, and the cheapest.
-
-    Raises:
-        UserError: as `run`.
-    """
+    """What is recommended on each of several clusters, in one table, and the cheapest."""
     best_on: dict[str, Outcome] = {}
     for gpus in options.gpus.split(","):
         space = space_of(argparse.Namespace(**{**vars(options), "gpus": gpus}))
@@ -135,11 +127,7 @@ def besides(outcomes: Sequence[Outcome], best: Outcome | None, simulate: Simulat
 
 
 def space_of(options: argparse.Namespace) -> Space:
-    """The axes that the command line fixes and leaves free.
-
-    Raises:
-        UserError: it makes no sense.
-    """
+    """The axes that the command line fixes and leaves free."""
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
     device, levels, compiled = cluster.device, [options.activation_checkpointing], [options.compile]
     if options.searches:
@@ -181,11 +169,7 @@ def near(samples: float) -> int:
 
 
 def case_of(options: argparse.Namespace) -> Case:
-    """What the command line describes, without a mesh where it asks for all.
-
-    Raises:
-        UserError: it makes no sense.
-    """
+    """What the command line describes, without a mesh where it asks for all."""
     later = {"mesh", *chain(*WITH_DIMENSION.values())} if options.mesh == AUTO else set()
     settings = {name: getattr(options, name) for name in {"mesh", *AS_THE_RUNNERS} - later}
     settings["grad_accum_steps"] = steps = options.grad_accum_steps or 1
@@ -200,11 +184,7 @@ def case_of(options: argparse.Namespace) -> Case:
 
 
 def chosen_model(options: argparse.Namespace) -> Model:
-    """The model that these flags name, for the task that they name.
-
-    Raises:
-        UserError: they name none, or two, or one that cannot be built, or not for this task.
-    """
+    """The model that these flags name, for the task that they name."""
     sizes = {name: getattr(options, name) for name in SIZES}
     size_flags = [name for name in SIZES if sizes[name] is not None]
     missing = [name for name in SIZES[:3] if name not in size_flags]

@@ -48,11 +48,7 @@ def shares(case: Case) -> tuple[int, int]:
 
 def least_states(case: Case, elements: int) -> Mapping[str, float]:
     """Bytes that parameters, gradients and Adam's states of one rank take at least. Nothing where they are cast,
-    offloaded or frozen.
-
-    Args:
-        elements: Of the model.
-    """
+    offloaded or frozen. `elements`: of the model."""
     strategy, choice = case.config.strategy, case.config.choice
     if strategy.param_dtype or strategy.offload or case.model.lora_rank:
         return {}
@@ -97,11 +93,7 @@ class Search:
         self.left_out: dict[object, str] = {}
 
     def run(self, simulate: Simulate, at_once: int) -> Iterator[Outcome]:
-        """What was simulated, as it is found.
-
-        Args:
-            at_once: Cases of a search that are simulated before it goes on.
-        """
+        """What was simulated, as it is found. `at_once`: cases of a search that are simulated before it goes on."""
         order, simulations, searches = count(), 0, self._space.searches
         roots = self.that_may_fit(list(self._space.roots()))
         queued = {case.config for case in roots}

@@ -83,11 +83,7 @@ class Case:
     is_fused: bool = False
 
     def but(self, **settings: Any) -> "Case":
-        """The same with other values of these flags.
-
-        Raises:
-            UserError: they do not go together.
-        """
+        """The same with other values of these flags."""
         return replace(self, config=self.config.but(**settings))
 
     @cached_property
@@ -108,11 +104,7 @@ class Case:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one micro-batch of one rank.
-
-        Raises:
-            UserError: the global batch does not divide.
-        """
+        """Samples of one micro-batch of one rank."""
         return self.config.micro_batch_size(self.data_ranks)
 
     @property
@@ -173,10 +165,6 @@ class Space:
     any_mesh: bool = False
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            UserError: a choice does not exist, or goes with none of the meshes.
-        """
         existing = [name for registry in REGISTRIES.values() for name in registry.sentences]
         on_meshes = list(dict.fromkeys(name for case in self.cases for name in entrypoints(case.mesh)))
         for name in self.choices:
@@ -235,14 +223,7 @@ def all_meshes(cluster: Cluster, also: Sequence[str] = ()) -> Iterator[Mesh]:
 
 def on_all_meshes(case: Case, settings: Mapping[str, Any]) -> tuple[list[Case], list[str]]:
     """The case on each mesh that fits, and a line for each that does not. A mixture is tried with `ep`, too, and a
-    language model on long samples with `cp`.
-
-    Args:
-        settings: Among them those of `WITH_DIMENSION`.
-
-    Raises:
-        UserError: none fits.
-    """
+    language model on long samples with `cp`. `settings`: among them those of `WITH_DIMENSION`."""
     cases: list[Case] = []
     left_out: list[str] = []
     also = [EXPERT] * hasattr(case.model.configuration(), "num_experts_per_tok")
@@ -260,11 +241,7 @@ def on_all_meshes(case: Case, settings: Mapping[str, Any]) -> tuple[list[Case], 
 
 
 def required(case: Case) -> Case:
-    """The case.
-
-    Raises:
-        UserError: its mesh fits the cluster, the batch or the model not.
-    """
+    """The case, if its mesh fits the cluster, the batch and the model; else a UserError says which does not."""
     mesh, config = case.mesh, case.config
     if mesh is not None:
         mesh.require_ranks(case.cluster.world_size, case.cluster.ranks_per_node)
@@ -286,11 +263,7 @@ def required(case: Case) -> Case:
 
 
 def require_cuttable(case: Case, size: int) -> None:
-    """Check that the model's layers can be cut over `size` ranks, between heads.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Check that the model's layers can be cut over `size` ranks, between heads."""
     model, config = case.model, case.model.configuration()
     if model.type not in BY_MODEL_TYPE and not case.config.has_experts:
         raise UserError(f"--mesh with tp: {model.name} is a {model.type}; only {', '.join(BY_MODEL_TYPE)} can be cut")

@@ -97,11 +97,8 @@ def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
 
 
 def row(outcome: Outcome, flops: float | None = None) -> dict[str, Any]:
-    """What the table says of it; columns as `PLAN_COLUMNS` explains them.
-
-    Args:
-        flops: What a sample takes (`rates.flops_of_a_sample`).
-    """
+    """What the table says of it; columns as `PLAN_COLUMNS` explains them. `flops`: what a sample takes
+    (`rates.flops_of_a_sample`)."""
     case, simulated = outcome.case, outcome.simulated
     values: dict[str, Any] = {
         "choice": case.config.choice,

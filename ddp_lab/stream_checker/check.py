@@ -28,14 +28,10 @@ def check(
     is_late: bool = True,
     also: Callable[[Strategy], None] = lambda strategy: None,
 ) -> Seen:
-    """Train a few steps as rank 0 of `RANKS`, and hold every access to memory against the others.
-
-    Args:
-        make_strategy: Called where all ranks are pretended.
-        make_batch: Makes a micro-batch from a seed.
-        is_late: Collectives end when they are waited for, and not before. Otherwise they end at once.
-        also: Something else to do with the strategy, between the first recorded step and the others.
-    """
+    """Train a few steps as rank 0 of `RANKS`, and hold every access to memory against the others. `make_strategy`:
+    called where all ranks are pretended. `make_batch`: makes a micro-batch from a seed. `is_late`: collectives end when
+    they are waited for, and not before. Otherwise they end at once. `also`: something else to do with the strategy,
+    between the first recorded step and the others."""
     read_no_masks()
     device = Device(is_late)
     with (

@@ -27,14 +27,14 @@ SMALLER = dict(zip(RECOMPUTATION, (1.0, 0.6, 0.2), strict=True))
 def made_up(cases):
     """Each sample of a micro-batch takes 4 GiB, less with recomputation; each micro-batch takes 5 ms besides, and less
     where it is compiled. zero1 takes 2 GiB for states and is slower by a tenth; bucket_ddp_async takes 12."""
-    for case in cases:
-        is_sharded, steps = case.config.choice == "zero1", case.config.grad_accum_steps
-        activations = 4 * case.micro_batch_size * SMALLER[case.level]
-        ms = (100 * SLOWER[case.level] + 5 * steps) * (1.1 if is_sharded else 1.0)
-        ms *= 0.9 if case.config.strategy.compile else 1.0
+    for point in cases:
+        is_sharded, steps = point.config.choice == "zero1", point.config.grad_accum_steps
+        activations = 4 * point.micro_batch_size * SMALLER[point.level]
+        ms = (100 * SLOWER[point.level] + 5 * steps) * (1.1 if is_sharded else 1.0)
+        ms *= 0.9 if point.config.strategy.compile else 1.0
         whole = simulation(ms, 0, 1)
         held = {"parameters": (2 if is_sharded else 12) << 30, "activations": int(activations * 2**30)}
-        yield Outcome(case, replace(whole, memory=replace(whole.memory, at_peak=held)))
+        yield Outcome(point, replace(whole, memory=replace(whole.memory, at_peak=held)))
 
 
 def space(**axes):

@@ -86,11 +86,8 @@ def operator_call(
 ) -> OperatorCall:
     """The numbers of one call of `function`, as `TorchDispatchMode.__torch_dispatch__` sees it after it ran.
 
-    An element that `expand` repeats counts once; a tensor that is both read and written counts twice.
-
-    Args:
-        result: Its result. A tensor that is changed in place must be the same object there.
-    """
+    An element that `expand` repeats counts once; a tensor that is both read and written counts twice. `result`: its
+    result. A tensor that is changed in place must be the same object there."""
     tensors = tensors_in((*args, *kwargs.values()))
     arguments = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | dict(kwargs)
     flops = 0
@@ -172,12 +169,7 @@ def access_of(
 
     Torch's element-wise kernels load several elements at once where all tensors have one dense layout. Where one is
     broadcast, strided or reduced along a row, a GPU handles one element at a time, however few bytes it has.
-
-    Args:
-        arguments: By name.
-        tensors: Those among the arguments.
-        written: Those in the result.
-    """
+    `arguments`: by name. `tensors`: those among the arguments. `written`: those in the result."""
     name = function._schema.name.partition("::")[2]
     if arguments.get("is_causal"):
         return CAUSAL

@@ -83,10 +83,7 @@ def calls_of(run: Run) -> list[OperatorCall]:
 
 def seconds_of(run: Run, device: torch.device, round_s: float, count: int | None = None) -> float:
     """What a call takes: on CUDA from one event in the current stream to another, elsewhere by the host's clock.
-
-    Args:
-        count: Calls in a round; None: as many as take `round_s`.
-    """
+    `count`: calls in a round; None: as many as take `round_s`."""
 
     def timed(calls: int) -> float:
         begin_s = time.perf_counter()
@@ -236,11 +233,7 @@ class Bench:
 
 def attention_form(parts: Mapping[tuple[int, int, int], float], lengths: Sequence[int]) -> dict[str, float]:
     """The parts of a peak that kernels reach, as F x S / (S + half) x (width / 128) ** narrower: the shortest and the
-    longest S give half.
-
-    Args:
-        parts: By backward (0, 1), width of a head (64, 128), and S.
-    """
+    longest S give half. `parts`: by backward (0, 1), width of a head (64, 128), and S."""
     short, long = lengths[0], lengths[-1]
     halves = []
     for backward in (0, 1):

@@ -75,11 +75,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def entry_of(name: str) -> tuple[str, dict[str, Any]]:
-    """Name and entry of a device, of the table or of a file. What it is `like` is filled in.
-
-    Raises:
-        UserError: there is none, and which are similar; or the file is no such entry, and which field is wrong.
-    """
+    """Name and entry of a device, of the table or of a file. What it is `like` is filled in."""
     if not name.endswith(OWN):
         try:
             key = canonical_name(name, table()["devices"], "device")
@@ -106,11 +102,7 @@ def filled(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical_name(name: str, entries: Mapping[str, Any], what: str, more_names: Iterable[str] = ()) -> str:
-    """The key in `entries` that `name` stands for.
-
-    Raises:
-        UserError: none.
-    """
+    """The key in `entries` that `name` stands for."""
     spellings = {spelled(alias): key for key, entry in entries.items() for alias in (key, *entry.get("aliases", ()))}
     if spelled(name) not in spellings:
         raise UserError(unknown_name(what, name, [*entries, *more_names]))
@@ -133,15 +125,8 @@ CPU = "cpu"
 
 def device(name: str, efficiency: float | None = None) -> Device:
     """The device of this name, or of this file; case, blanks and hyphens of a name do not matter. `cpu` has all of this
-    machine's memory.
-
-    Args:
-        efficiency: Part of the peak rates of compute and of memory that operators reach, above 0, at most 1. Default:
-            the table's.
-
-    Raises:
-        UserError: there is none; names similar ones. Or the efficiency is outside its bounds.
-    """
+    machine's memory. `efficiency`: part of the peak rates of compute and of memory that operators reach, above 0, at
+    most 1. Default: the table's."""
     key, entry = entry_of(name)
     of_kind = table()["operators"][entry["kind"]]
     kind, parts = {**of_kind, **entry.get("operators", {})}, entry["efficiency"]
@@ -170,11 +155,7 @@ def device(name: str, efficiency: float | None = None) -> Device:
 
 
 def link(name: str) -> Link:
-    """The link of this name, or of a rate in `tc`'s words; `8xndr` is eight of them side by side.
-
-    Raises:
-        UserError: there is none; names similar ones.
-    """
+    """The link of this name, or of a rate in `tc`'s words; `8xndr` is eight of them side by side."""
     count, _, single = name.partition("x") if re.match(r"[0-9]{1,9}x", name) else ("1", "", name)
     if int(count) < 1:
         raise UserError(f"link '{name}': the number of links must be at least 1")
@@ -220,17 +201,9 @@ def outside_bytes(cluster: Cluster, mesh: Mesh | None) -> float:
 def cluster(
     gpus: str, link_name: str | None = None, between: str | None = None, efficiency: float | None = None
 ) -> Cluster:
-    """The cluster that a command line names.
-
-    Args:
-        gpus: `2xL4`: so many devices in one node; `4x8xH100`: nodes, and devices in each; `2xcard.toml`: of a file.
-        link_name: Between the devices of a node. Default: the device's own, if it has one.
-        between: Between nodes: what all devices of a node share.
-        efficiency: As for `device`.
-
-    Raises:
-        UserError: a name or number that makes no sense.
-    """
+    """The cluster that a command line names. `gpus`: `2xL4`: so many devices in one node; `4x8xH100`: nodes, and
+    devices in each; `2xcard.toml`: of a file. `link_name`: between the devices of a node. Default: the device's own, if
+    it has one. `between`: between nodes: what all devices of a node share. `efficiency`: as for `device`."""
     parts = re.fullmatch(r"(?:([0-9]{1,9})x)?(?:([0-9]{1,9})x)?(.+)", gpus.strip())
     numbers = [int(part) for part in parts.groups()[:2] if part] if parts else []
     if parts is None or 0 in numbers:

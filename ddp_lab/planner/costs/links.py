@@ -53,13 +53,8 @@ class Volume:
 
 
 def volume(kind: str, backend: str, ranks: int, on_each_link: int = 1) -> Volume:
-    """Volume of a collective among `ranks`.
-
-    Args:
-        kind: One of `KINDS`.
-        backend: `nccl` or `gloo`.
-        on_each_link: Ranks that share a link, such as a node's. What these send to each other does not count.
-    """
+    """Volume of a collective among `ranks`. `kind`: one of `KINDS`. `backend`: `nccl` or `gloo`. `on_each_link`: ranks
+    that share a link, such as a node's. What these send to each other does not count."""
     links = ceil(ranks / on_each_link)
     if links < 2:
         return Volume(0, 0.0)
@@ -137,13 +132,9 @@ class LinkCosts:
 
 
 def costs_of(cluster: Cluster, contention: float | None = None, compiles: bool = False, is_cut: bool = False) -> Costs:
-    """Costs on a cluster, by the table or by a card's file.
-
-    Args:
-        contention: As in `Costs`. Default: what the table assumes for such devices.
-        compiles: Whether a compiler fuses operators of the model's blocks.
-        is_cut: Whether a mesh cuts the model, for which the host takes longer.
-    """
+    """Costs on a cluster, by the table or by a card's file. `contention`: as in `Costs`. Default: what the table
+    assumes for such devices. `compiles`: whether a compiler fuses operators of the model's blocks. `is_cut`: whether a
+    mesh cuts the model, for which the host takes longer."""
     device = cluster.device
     kind = table()["operators"][device.kind]
     if compiles and "fused" in kind:

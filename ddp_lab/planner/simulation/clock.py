@@ -127,12 +127,8 @@ class Clock:
         return 1 + (self._contention - 1) * max((cost.slowing for cost in costs), default=0.0)
 
     def issue(self, cost: CollectiveCost, queue: Queue, ready_s: float = float("inf"), meeting: Any = None) -> Flight:
-        """Issue a collective, which begins as soon as its queue lets it.
-
-        Args:
-            ready_s: When it could have begun if no compute that was issued before holds it up.
-            meeting: As of `Flight`.
-        """
+        """Issue a collective, which begins as soon as its queue lets it. `ready_s`: when it could have begun if no
+        compute that was issued before holds it up. `meeting`: as of `Flight`."""
         flight = Flight(cost, self.now_s, queue, ready_s, meeting)
         self.notes.append(flight)
         queue.waiting.append(flight)

@@ -30,12 +30,7 @@ CPU = torch.device("cpu")
 
 
 def load(config: RunConfig) -> type[Strategy]:
-    """The strategy of the configuration's choice and mesh.
-
-    Raises:
-        CannotSimulate: it cannot run without data.
-        UserError: there is none.
-    """
+    """The strategy of the configuration's choice and mesh."""
     choice, cuts = config.choice, is_cut(config)
     if choice.startswith("deepspeed"):
         raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
@@ -78,11 +73,7 @@ def pipeline_of(config: RunConfig, rank: int) -> Sequence[int]:
 
 @contextmanager
 def groups_of(config: RunConfig, cluster: Cluster) -> Iterator[MeshGroups | None]:
-    """Within this context the groups of the configuration's mesh exist in the pretended world. None without a mesh.
-
-    Raises:
-        UserError: the mesh does not fit the cluster.
-    """
+    """Within this context the groups of the configuration's mesh exist in the pretended world. None without a mesh."""
     if config.mesh is None:
         yield None
         return
@@ -119,14 +110,8 @@ def without_stage(key: Hashable) -> Hashable:
 def on_mesh(
     options: StrategyOptions, module: nn.Module, config: RunConfig, groups: MeshGroups | None, forms: Forms
 ) -> StrategyOptions:
-    """The options with what a strategy must know of the mesh. Cuts `module` in place, if the mesh says so.
-
-    Args:
-        forms: Of messages that other ranks of a pipeline have sent.
-
-    Raises:
-        UnsupportedError: a layer cannot be cut.
-    """
+    """The options with what a strategy must know of the mesh. Cuts `module` in place, if the mesh says so. `forms`: of
+    messages that other ranks of a pipeline have sent."""
     if groups is None:
         return options
     if is_cut(config):
@@ -138,12 +123,8 @@ def on_mesh(
 
 @contextmanager
 def evenly_routed(is_cuda: bool, on_wait: Callable[[], object]) -> Iterator[None]:
-    """Within this context ranks send equally many rows to each expert.
-
-    Args:
-        is_cuda: The device is a GPU, where one kernel multiplies the rows of all experts.
-        on_wait: Called where the host waits for the device.
-    """
+    """Within this context ranks send equally many rows to each expert. `is_cuda`: the device is a GPU, where one kernel
+    multiplies the rows of all experts. `on_wait`: called where the host waits for the device."""
 
     def even(counts_by_rank: Tensor, rows: int) -> list[list[list[int]]]:
         on_wait()

@@ -230,10 +230,7 @@ def address(tensor: Tensor) -> int:
 @contextmanager
 def without_data(device: PretendedDevice, memory: MemoryTracker, pretends_cuda: bool) -> Iterator[None]:
     """Within this context tensors hold no data but have addresses, and `memory` sees storages change size.
-
-    Args:
-        pretends_cuda: Take the defaults that optimizers have for parameters on CUDA.
-    """
+    `pretends_cuda`: take the defaults that optimizers have for parameters on CUDA."""
     plain_pointer = torch.UntypedStorage.data_ptr
 
     def pointer(storage: Any) -> int:

@@ -106,11 +106,8 @@ def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: li
 
 
 def pattern_of(answer: Any, inputs: Sequence[Tensor]) -> Any:
-    """How to make `answer` again from tensors like `inputs`.
-
-    Raises:
-        ValueError: it holds data, or tensors that share a storage of their own.
-    """
+    """How to make `answer` again from tensors like `inputs`; a ValueError if it holds data, or tensors that share a
+    storage of their own."""
     places = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(inputs)}
     return part_of_pattern(answer, inputs, places, set())
 

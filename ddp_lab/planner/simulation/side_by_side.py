@@ -19,13 +19,8 @@ Readings = tuple[float, float, float, float]
 
 
 def side_by_side(notes: Sequence[Notes], begins: Sequence[int], costs: Costs) -> list[tuple[Readings, Readings]]:
-    """Of each rank, what its clock shows when the step that counts begins, and when all is done.
-
-    Args:
-        notes: What was noted of each rank.
-        begins: How many of its notes are from before that step.
-        costs: What slows compute.
-    """
+    """Of each rank, what its clock shows when the step that counts begins, and when all is done. `notes`: what was
+    noted of each rank. `begins`: how many of its notes are from before that step. `costs`: what slows compute."""
     meetings, clocks = Meetings(notes), [Clock(costs.contention, costs.host_s) for _ in notes]
     readings: list[list[Readings]] = [[] for _ in notes]
     walks = [walk(*rank_walk, meetings) for rank_walk in zip(clocks, notes, begins, readings, strict=True)]

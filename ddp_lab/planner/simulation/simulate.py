@@ -50,12 +50,7 @@ def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int | None 
     With a pipeline, all of its ranks are simulated. Times are means over them, and memory is that of the rank that
     holds most.
 
-    `setting.make_module` is called where tensors hold no data; `setting.make_micro_batches` where they do.
-
-    Raises:
-        CannotSimulate: the choice or the model cannot run without data; says why.
-        UserError: what the strategy itself refuses.
-    """
+    `setting.make_module` is called where tensors hold no data; `setting.make_micro_batches` where they do."""
     results: list[Simulated] = []
     forms: Forms = {}
     notes, begins = [], []
