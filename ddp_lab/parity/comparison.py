@@ -2,7 +2,7 @@
 
 A quantity agrees if each rank has the same as run A, or if what the ranks have adds up to it (partial sums of tensor
 parallelism), or if it is cut over ranks and its moments add up. How far they may differ is what rounding does
-(`limits`).
+(`quantity.limit_of`).
 """
 
 from collections import defaultdict
@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ddp_lab.parity.limits import EPSILON, forgive_small, limit_of
-from ddp_lab.parity.matching import matched
-from ddp_lab.parity.quantity import Quantity
+from ddp_lab.parity.quantity import EPSILON, Quantity, forgive_small, limit_of
 from ddp_lab.parity.store import (
     BUFFER,
     GRADIENT,
@@ -24,6 +22,7 @@ from ddp_lab.parity.store import (
     Place,
     Recorded,
     Table,
+    matched,
 )
 from ddp_lab.runtime.errors import UserError
 

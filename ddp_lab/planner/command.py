@@ -34,7 +34,7 @@ COMMANDS = {
     PLAN: "ddp_lab.planner.plan",
     SEARCH: "ddp_lab.planner.plan",
     MEMORY: "ddp_lab.planner.memory_command",
-    MEASURE: "ddp_lab.planner.measure_command",
+    MEASURE: "ddp_lab.planner.costs.card",
 }
 """For each command the module whose `run` does it, which is imported only then."""
 WIDTH = 240

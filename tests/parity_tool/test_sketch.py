@@ -14,9 +14,8 @@ from ddp_lab.parity.answer import least_agreement
 from ddp_lab.parity.causes.backward import some_ranks_agree
 from ddp_lab.parity.causes.look import Look
 from ddp_lab.parity.comparison import Comparison
-from ddp_lab.parity.limits import forgive_small
 from ddp_lab.parity.micro_batches import MicroBatches, rows_of
-from ddp_lab.parity.quantity import Quantity
+from ddp_lab.parity.quantity import Quantity, forgive_small
 from ddp_lab.parity.sketch import SIZE, fingerprints, of_block, of_rows, of_tensor
 from ddp_lab.parity.store import GRADIENT, PARAMETER, WHOLE
 

@@ -14,8 +14,8 @@ from ddp_lab.planner import command as script
 from ddp_lab.planner import models
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import card, hardware
-from ddp_lab.planner.costs.card import SIZES, Sizes, on_memory
 from ddp_lab.planner.costs.hardware import Entry, filled, table
+from ddp_lab.planner.costs.kernels import SIZES, Sizes, on_memory
 from ddp_lab.planner.outcome import simulate_step
 from ddp_lab.planner.space import Case
 from ddp_lab.runtime.config import RunConfig

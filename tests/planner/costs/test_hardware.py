@@ -8,8 +8,8 @@ from torch._subclasses import FakeTensorMode
 
 from ddp_lab.planner.contracts import CONTIGUOUS, OperatorCall
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.costs.card import Operators
 from ddp_lab.planner.costs.cluster import Device
+from ddp_lab.planner.costs.kernels import Operators
 from ddp_lab.runtime.mesh import Mesh
 
 ATTENTION, DENSE, HALF = torch.nn.functional.scaled_dot_product_attention, torch.contiguous_format, ("bfloat16",)
