@@ -153,6 +153,8 @@ class Timeline(Struct):
     """the most bytes allocated since the sample before"""
     phases: list[Phase]
     """the parts of the step, in order"""
+    communication_bytes: list[Count] | None = None
+    """of parameters and gradients: the storage of gathered units, and of buckets whose gradients are kept elsewhere"""
     allocated_bytes: list[Count] | None = None
     """all bytes of tensors allocated at that moment"""
 

@@ -159,6 +159,9 @@ class DeepSpeedZero(Strategy):
         parameters = list(self.module.parameters())
         return [*parameters, *(getattr(p, "ds_tensor") for p in parameters if self.stage == 3)]  # noqa: B009
 
+    def communication_tensors(self) -> Iterable[Tensor]:
+        return self.module.parameters() if self.stage == 3 else ()
+
     def optimizer_tensors(self) -> Iterable[Tensor]:
         """Optimizer states, and DeepSpeed's own copy of the parameters, which the optimizer updates."""
         flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups

@@ -158,6 +158,9 @@ class FSDP2(Strategy):
     def _whole_leaves(self) -> list[Tensor]:
         return [local(leaf) for of_unit in self.units.values() for leaf in of_unit.values()]
 
+    def communication_tensors(self) -> Iterable[Tensor]:
+        return self._whole_leaves()
+
     def optimizer_tensors(self) -> Iterable[Tensor]:
         return map(local, super().optimizer_tensors())
 

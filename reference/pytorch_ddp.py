@@ -91,8 +91,11 @@ class PlainPyTorchDDP(PyTorchDDP):
     def memory_breakdown(self) -> dict[str, int]:
         """Like the base class, plus DDP's buckets, whose sizes come from DDP's own record: Python cannot see them."""
         memory = super().memory_breakdown()
-        memory["gradients"] += sum(bucket_bytes(self.ddp))
+        memory["gradients"] += self.communication_bytes()
         return memory
+
+    def communication_bytes(self) -> int:
+        return sum(bucket_bytes(self.ddp))
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """Gradients count twice: in the parameters' own tensors, and in DDP's buckets."""

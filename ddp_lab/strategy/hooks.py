@@ -244,6 +244,11 @@ class Hooks(ABC):
         values = (value for entry in self.updating_optimizer.state.values() for value in entry.values())
         return (value for value in values if isinstance(value, Tensor))
 
+    def communication_tensors(self) -> Iterable[Tensor]:
+        """Of the tensors that hold parameters and gradients, those that exist for a collective alone: gathered units,
+        and buckets whose gradients are kept elsewhere."""
+        return ()
+
     def host_tensors(self) -> Iterable[Tensor]:
         """Model states that this rank holds in host memory, or in files, and not on its device."""
         return ()

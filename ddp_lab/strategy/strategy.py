@@ -224,6 +224,10 @@ class Strategy(Hooks):
             "buffers": storage_bytes(self.module.buffers()),
         }
 
+    def communication_bytes(self) -> int:
+        """Bytes of `memory_breakdown` that are temporary buffers of collectives."""
+        return storage_bytes(self.communication_tensors())
+
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """Bytes by component that this rank should hold after a step, padding and step counters left out."""
         experts = ModelSize.of_parameters(self.of_experts)

@@ -231,6 +231,11 @@ class ShardedStrategy(Strategy):
     def parameter_tensors(self) -> Iterable[Tensor]:
         return [*self._plain_parameters(), *(tensor for flat in self.flats for tensor in flat.tensors())]
 
+    def communication_tensors(self) -> Iterable[Tensor]:
+        gathered = [flat.full for flat in self.flats] if "parameters" in self.shards else []
+        buckets = self.buckets if "gradients" in self.shards else ()
+        return [*gathered, *(tensor for bucket in buckets for tensor in bucket.tensors() if tensor is not bucket.shard)]
+
     def memory_breakdown(self) -> dict[str, int]:
         return super().memory_breakdown() | ({"optimizer_state": 0} if self.host_update else {})
 

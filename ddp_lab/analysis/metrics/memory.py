@@ -7,7 +7,7 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, SHARDABLE
 
-OTHER, CACHED, OUTSIDE = "activations and temporaries", "cached", "outside"
+COMMUNICATION, OTHER, CACHED, OUTSIDE = "communication", "activations and temporaries", "cached", "outside"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 AMOUNT = r"([\d.]+) ?(bytes|[KMGT]iB)"
 OUT_OF_MEMORY = {
@@ -35,12 +35,13 @@ def memory_timeline(record: dict[str, Any] | None, rank: int) -> tuple[pd.DataFr
     """Memory samples of a rank's recorded step, and the step's phases; None if the record has none.
 
     Returns:
-        Samples: columns ms, where, one for each of `COMPONENTS` (bytes), `OTHER` (the most bytes allocated beyond these
+        Samples: columns ms, where, one for each of `COMPONENTS` (bytes), `COMMUNICATION` (gathered units and buckets,
+        which are not in `COMPONENTS` then; NaN in records that lack it), `OTHER` (the most bytes allocated beyond these
         since the sample before) and total (all together). Phases: columns name, start_ms, end_ms.
     """
     rows = record.get("memory", []) if record else []
-    timeline = next((row.get("timeline") for row in rows if row["rank"] == rank), None)
-    if not timeline:
+    at_rest: dict[str, Any] = next((row for row in rows if row["rank"] == rank), {})
+    if not (timeline := at_rest.get("timeline")):
         return None
     frame = pd.DataFrame({name: timeline[name] for name in ("ms", "where")})
     for component in COMPONENTS:
@@ -48,6 +49,13 @@ def memory_timeline(record: dict[str, Any] | None, rank: int) -> tuple[pd.DataFr
     states = frame[list(COMPONENTS)].sum(axis="columns")
     frame["total"] = pd.Series(timeline["highest_bytes"]).clip(lower=states)
     frame[OTHER] = frame["total"] - states
+    frame[COMMUNICATION] = float("nan")
+    if communication := timeline.get("communication_bytes"):
+        # parameters exceed what is kept between steps by gathered units; the other buffers hold gradients
+        frame[COMMUNICATION] = communication
+        gathered = (frame["parameters"] - at_rest["parameters_bytes"]).clip(0, frame[COMMUNICATION])
+        frame["parameters"] -= gathered
+        frame["gradients"] -= frame[COMMUNICATION] - gathered
     return frame, pd.DataFrame(timeline["phases"], columns=["name", "start_ms", "end_ms"])
 
 
@@ -55,8 +63,8 @@ def memory_parts(record: dict[str, Any] | None) -> pd.DataFrame:
     """What memory went to at the peak of the recorded step, in bytes; a row a rank whose record has a timeline.
 
     Returns:
-        Columns rank, those of `COMPONENTS`, `OTHER`, `CACHED` (free, in torch's allocator), `OUTSIDE` (beside torch's
-        allocator; on a CPU: of the process, beside tensors; NaN if unknown) and limit.
+        Columns rank, those of `COMPONENTS`, `COMMUNICATION`, `OTHER`, `CACHED` (free, in torch's allocator), `OUTSIDE`
+        (beside torch's allocator; on a CPU: of the process, beside tensors; NaN if unknown) and limit.
     """
     rows = []
     for held in record["memory"] if record else []:
@@ -66,8 +74,8 @@ def memory_parts(record: dict[str, Any] | None) -> pd.DataFrame:
             of_torch = peak["total"] if reserved is None else reserved
             whole = held["peak_rss_bytes"] if reserved is None else held["device_used_bytes"] or float("nan")
             parts = {CACHED: of_torch - peak["total"], OUTSIDE: whole - of_torch, "limit": held["limit_bytes"]}
-            rows.append({"rank": held["rank"], **peak[[*COMPONENTS, OTHER]], **parts})
-    return pd.DataFrame(rows, columns=["rank", *COMPONENTS, OTHER, CACHED, OUTSIDE, "limit"])
+            rows.append({"rank": held["rank"], **peak[[*COMPONENTS, COMMUNICATION, OTHER]], **parts})
+    return pd.DataFrame(rows, columns=["rank", *COMPONENTS, COMMUNICATION, OTHER, CACHED, OUTSIDE, "limit"])
 
 
 def failed_allocation(record: dict[str, Any] | None) -> dict[str, float]:

@@ -118,7 +118,8 @@ class MemoryRecorder(StepFollower):
         with record_function(f"{MARK}{len(self._moments)}"):
             # Makes the allocator report: frees on other threads do not.
             torch.empty(1, dtype=torch.uint8, device=self._device)
-            self._moments.append((where, self._strategy.memory_breakdown()))
+            communication = {"communication": self._strategy.communication_bytes()}
+            self._moments.append((where, self._strategy.memory_breakdown() | communication))
 
     def result(self) -> dict[str, Any]:
         """Peaks and timeline of the recorded step."""
@@ -168,7 +169,7 @@ def build_timeline(
         allocated, next_point = curve[end - 1][1], end
         highest = max(highest, allocated)
         row = {"ms": ms(marks[index][0]) if index != order[0] else 0.0, "where": where}
-        row |= {f"{component}_bytes": nbytes[component] for component in COMPONENTS}
+        row |= {f"{component}_bytes": held for component, held in nbytes.items()}
         rows.append(row | {"allocated_bytes": allocated, "highest_bytes": highest})
     spans = [{"name": name, "start_ms": ms(start), "end_ms": ms(end)} for start, end, name in phases]
     return {name: [row[name] for row in rows] for name in rows[0]} | {"phases": spans}

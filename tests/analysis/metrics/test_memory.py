@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_lab.analysis.metrics.memory import OTHER, failed_allocation, memory_parts
+from ddp_lab.analysis.metrics.memory import COMMUNICATION, OTHER, failed_allocation, memory_parts
 from ddp_lab.analysis.sentences import say
 from tests.traces import record
 
@@ -22,6 +22,20 @@ def test_the_parts_add_up_to_what_the_device_or_the_process_holds():
         assert (first["parameters"], first["optimizer_state"], first[OTHER]) == (40, 80, 56)
         assert (first["cached"], first["outside"]) == (cached, outside)
     assert memory_parts(None).empty
+
+
+def test_gathered_units_and_buckets_count_as_communication():
+    """Of parameters, what exceeds those at rest; of gradients, all other communication."""
+    gathering = record("x", 1.0)
+    timeline = gathering["memory"][0]["timeline"]
+    before = memory_parts(gathering).set_index("rank").loc[0]
+    timeline["parameters_bytes"] = [48 * 2**20] * 3
+    timeline["communication_bytes"] = [20 * 2**20] * 3
+    parts = memory_parts(gathering).set_index("rank").loc[0]
+    assert parts["parameters"] == before["parameters"]
+    assert before["gradients"] - parts["gradients"] == 12 * 2**20
+    assert parts[COMMUNICATION] == 20 * 2**20
+    assert parts[OTHER] == before[OTHER] - 8 * 2**20
 
 
 @pytest.mark.parametrize("said", [SAID, "MemoryError: you tried to allocate 2147483648 bytes", "TypeError: x"])

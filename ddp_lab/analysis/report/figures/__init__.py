@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import plotly.graph_objects as go
 
-from ddp_lab.analysis.metrics.memory import CACHED, OTHER, OUTSIDE
+from ddp_lab.analysis.metrics.memory import CACHED, COMMUNICATION, OTHER, OUTSIDE
 from ddp_lab.analysis.report.page import readable
 
 COLOURS = {
@@ -34,6 +34,7 @@ MEMORY_COLOURS = {
     "optimizer_state": "#44AA99",
     "buffers": "#AA4499",
     "model_states": "var(--states)",
+    COMMUNICATION: COLOURS["communication"],
     OTHER: "var(--pale)",
     CACHED: "#CCBB44",
     OUTSIDE: "#999999",

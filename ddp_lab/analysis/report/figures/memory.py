@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, MIB
-from ddp_lab.analysis.metrics.memory import OTHER, memory_timeline
+from ddp_lab.analysis.metrics.memory import COMMUNICATION, OTHER, memory_timeline
 from ddp_lab.analysis.report.figures import COLOURS, MEMORY_COLOURS, clip_bars, literal, styled
 
 MOST_PANELS = 8
@@ -88,8 +88,8 @@ def memory_timeline_figure(record: dict[str, Any] | None, summary: pd.DataFrame)
     )
     for index, (row, (frame, phases)) in enumerate(panels):
         place, last = {"row": index + 1, "col": 1}, frame["ms"].iloc[-1]
-        for component, label in {**COMPONENTS, OTHER: OTHER}.items():
-            if frame[component].any():
+        for component, label in {**COMPONENTS, COMMUNICATION: "communication buffers", OTHER: OTHER}.items():
+            if frame[component].fillna(0).any():
                 figure.add_scatter(
                     x=frame["ms"],
                     y=(frame[component] * MIB).round(3),
