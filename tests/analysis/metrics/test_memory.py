@@ -3,6 +3,7 @@
 import pytest
 
 from ddp_lab.analysis.metrics.memory import COMMUNICATION, OTHER, failed_allocation, memory_parts
+from ddp_lab.analysis.report.pages.out_of_memory import fitting_settings
 from ddp_lab.analysis.sentences import say
 from tests.traces import record
 
@@ -46,3 +47,15 @@ def test_what_a_run_asked_for_that_ended_out_of_memory(said):
     assert ("asked for 2.00 GiB" in text) == ("allocate" in said)
     assert ("0.50 GiB of 79.10 GiB were free" in text) == ("tensors held 70.00 GiB" in text) == (said == SAID)
     assert ("3.00 GiB outside torch" in text) == (said == SAID)
+
+
+def test_a_run_out_of_memory_is_told_three_settings_that_fit():
+    """By the planner's own simulation; a workload that it does not know gets none."""
+    failed = record("x", 1.0) | {"choice": "zero1", "device": "cuda", "device_name": "NVIDIA L4", "world_size": 2}
+    failed["config"] |= {"workload": "sample-lm", "task": "causal-lm", "global_batch_size": 4, "sequence_length": 16}
+    settings = fitting_settings(failed)
+    assert settings.startswith("zero1 would fit with any of: --activation-checkpointing selective (")
+    assert settings.count("GiB at the peak") == 3
+    for unknown in ("mlp", f"{__file__}:workload"):
+        failed["config"]["workload"] = unknown
+        assert fitting_settings(failed) == ""

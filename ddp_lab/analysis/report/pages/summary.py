@@ -10,7 +10,7 @@ from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, SHARDABLE
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.mesh import mesh_of, sharding_ranks
 from ddp_lab.analysis.metrics.exposure import Exposure
-from ddp_lab.analysis.metrics.memory import failed_allocation, memory_parts
+from ddp_lab.analysis.metrics.memory import memory_parts
 from ddp_lab.analysis.metrics.pipeline import pipeline_steps
 from ddp_lab.analysis.metrics.stragglers import has_stages, lateness, straggler, stragglers
 from ddp_lab.analysis.record import failure_of
@@ -21,6 +21,7 @@ from ddp_lab.analysis.report.figures.times import parts_figure, ranks_figure
 from ddp_lab.analysis.report.page import Block, render, table, write_page
 from ddp_lab.analysis.report.pages.experts import MOST_LANES, expert_load, load_figure
 from ddp_lab.analysis.report.pages.heads import labels
+from ddp_lab.analysis.report.pages.out_of_memory import out_of_memory_block
 from ddp_lab.analysis.report.pages.pipeline import bubbles, pipeline_figure
 from ddp_lab.analysis.report.pages.tables import (
     MOST_PLACES,
@@ -66,7 +67,12 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
     return render(
         f"{choice}: what its ranks did",
         [say("head", analysis, numbers), say("profiled"), *labels(record), *[say("one_step")] * (len(numbers) == 1)],
-        [*time_blocks(analysis, numbers[-1]), *memory_blocks(analysis), *table_blocks(analysis)],
+        [
+            out_of_memory_block(record),
+            *time_blocks(analysis, numbers[-1]),
+            *memory_blocks(analysis),
+            *table_blocks(analysis),
+        ],
         banner=say("incomplete", failure, analysis.problems, used, analysis.doubts),
         verdict=verdict_of(record),
     )
@@ -173,7 +179,7 @@ def late_block(exposure: Exposure, ranks: Iterable[int]) -> Block:
 def memory_blocks(analysis: WindowAnalysis) -> list[Block]:
     """What memory went to, by component, and over the step. Of a foreign trace it is unknown."""
     summary, record, steps = analysis.summary, analysis.record, analysis.exposure.steps
-    few, parts, failed = representatives(steps, MOST_PANELS), memory_parts(record), failed_allocation(record)
+    few, parts = representatives(steps, MOST_PANELS), memory_parts(record)
     names, drawn = named(summary.dropna(subset=["model_states_bytes", "peak_bytes"]), few)
     _, parts = named(parts, few)
     is_known = bool(summary["model_states_bytes"].notna().any())
@@ -181,7 +187,6 @@ def memory_blocks(analysis: WindowAnalysis) -> list[Block]:
     over = sharding_ranks(record) if record and shards else 1
     timeline = memory_timeline_figure(record, drawn) if is_known else None
     return [
-        Block("Out of memory", lambda: say("out_of_memory", failed), bool(failed)),
         Block(
             "Where the memory went",
             lambda: say("where"),
