@@ -1,12 +1,13 @@
 """What a comparison concludes. It says only what the figures support; `sentences.j2` has the words."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import pandas as pd
 
-from ddp_lab.analysis.columns import COMPARISON_COLUMNS
+from ddp_lab.analysis.columns import COMPARISON_COLUMNS, SCHEMA_VERSION
 from ddp_lab.analysis.comparison.compare import IS_REFERENCE, UNKNOWN, VERDICTS, Standing
 from ddp_lab.analysis.comparison.fairness import TIME
 from ddp_lab.analysis.metrics.significance import FEWEST_STEPS, Estimate, runs_needed
@@ -113,6 +114,20 @@ class Outcome:
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.claim, self.belief, self.memory)))
+
+
+def as_json(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes of `compare.json`, with their sentences; figures that are not known are null."""
+    rows = []
+    for outcome in outcomes:
+        row = asdict(outcome) | {name: getattr(outcome, name) for name in ("is_sure", "claim", "belief", "memory")}
+        row |= {name: row[name] and row[name]["choice"] for name in ("best", "second")}
+        row["ratio"] = outcome.ratio._asdict()
+        if outcome.lean:
+            row["lean"]["ratio"] = outcome.lean.ratio._asdict()
+        rows.append(row)
+    content = {"schema_version": SCHEMA_VERSION, "outcomes": rows}
+    return msgspec.json.format(msgspec.json.encode(content, enc_hook=float)).decode() + "\n"
 
 
 def fastest(table: pd.DataFrame) -> str | None:

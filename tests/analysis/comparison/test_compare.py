@@ -1,6 +1,7 @@
 """All choices side by side: figures worked out by hand, which choice wins, what is refused, and the page."""
 
 import html
+import json
 import re
 from types import MappingProxyType
 
@@ -265,7 +266,7 @@ def compared(folder, allowed=(), **changes):
     return Compared(records, traced, "pytorch_ddp", ["failed<b>"], require_comparable(records, allowed))
 
 
-def test_the_page_and_the_terminal_say_one_string(tmp_path, capsys):
+def test_page_terminal_and_json_say_one_string(tmp_path, capsys):
     for choice, seconds in (("pytorch_ddp", 0.2), ("other", 0.1)):
         content = timed(choice, seconds)
         content["config"]["no_profile"] = True
@@ -274,6 +275,9 @@ def test_the_page_and_the_terminal_say_one_string(tmp_path, capsys):
     sentences = capsys.readouterr().out.splitlines()[-1]
     assert "is fastest" in sentences and "Believe it" in sentences and "need the same memory" in sentences
     assert sentences in html.unescape(re.sub("<[^>]*>", "", page.read_text()))
+    outcome = json.loads((tmp_path / "reports" / "compare.json").read_text())["outcomes"][0]
+    assert sentences == " ".join(outcome[name] for name in ("claim", "belief", "memory"))
+    assert (outcome["kind"], outcome["best"], outcome["second"]) == ("wins", "other", "pytorch_ddp")
 
 
 def test_the_page_says_what_the_csv_says(tmp_path):

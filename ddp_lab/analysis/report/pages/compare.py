@@ -1,4 +1,4 @@
-"""The report on all choices side by side: `compare.html` and `compare.csv`."""
+"""The report on all choices side by side: `compare.html`, `compare.csv` and `compare.json`."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ import pandas as pd
 from ddp_lab.analysis.columns import Column, kinds_run
 from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, columns_of, comparison, standings, unsteady
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, Difference, affected, by_class, class_of
-from ddp_lab.analysis.comparison.outcome import Outcome, conclude, fastest
+from ddp_lab.analysis.comparison.outcome import Outcome, as_json, conclude, fastest
 from ddp_lab.analysis.comparison.timing import work_of
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.files import write_csv
@@ -27,6 +27,7 @@ from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.report.pages.opening import opening
 from ddp_lab.analysis.sentences import say
 from ddp_lab.collectives.kinds import LABELS
+from ddp_lab.writing import write_text
 
 HOW_IT_WORKS = Path(__file__).parents[4] / "docs" / "how-it-works" / "README.md"
 FIGURE = Column("figure", "", "what it is of each strategy")
@@ -101,12 +102,13 @@ class Compared:
 
 
 def write_comparison(compared: Compared, folder: Path) -> Path:
-    """Write `compare.csv` and `compare.html` into `folder`, and return the page's path.
+    """Write `compare.csv`, `compare.json` and `compare.html` into `folder`, and return the page's path.
 
     Raises:
         UserError: they cannot be written.
     """
     write_csv(folder / "compare.csv", compared.table)
+    write_text(folder / "compare.json", as_json(compared.outcomes))
     page = folder / "compare.html"
     written = [*compared.traced, *compared.incomplete]
     linked = [choice for choice in written if (folder / choice / "summary.html").exists()]
