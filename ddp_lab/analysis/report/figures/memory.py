@@ -41,7 +41,9 @@ def memory_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
     )
     ends = pd.concat([peak, expected], axis="columns").max(axis="columns")
     texts = [f"{rest:,.1f} MiB, peak {most:,.1f} MiB" for rest, most in zip(begin, peak, strict=True)]
-    end = clip_bars(figure, dict(zip(names, ends, strict=True)), texts, room=1.3)
+    end = clip_bars(
+        figure, dict(zip(names, ends, strict=True)), texts, room=1.55
+    )  # printed, texts are as wide as half a bar
     figure.add_scatter(
         x=ends.where(ends <= end),
         y=names,

@@ -148,6 +148,7 @@ def blocks(compared: Compared) -> list[Block]:
     remembered = table.dropna(subset=["peak_bytes", "model_states_bytes"])
     apart = table[table["choice"] != compared.reference].dropna(subset=["loss_difference"])
     unit, first = table.attrs["loss_unit"], compared.first
+    losses_apart = apart.set_index("choice")["loss_difference"], unit, len(first["train_loss"])
     tested = EXPECTED_SPREAD, EXPECTED_DEGREES, LEVEL, len(compared.groups) > 1, not compared.differences
     notes = dict.fromkeys(line for record in records.values() for line in labels(record))
     return [
@@ -168,7 +169,7 @@ def blocks(compared: Compared) -> list[Block]:
         ),
         Block(
             "Training loss",
-            lambda: say("losses", compared.reference, apart.set_index("choice")["loss_difference"], unit),
+            lambda: say("losses", compared.reference, *losses_apart),
             figure=lambda: loss_figure(records, unit),
             folded=True,
         ),

@@ -74,14 +74,17 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
             *table_blocks(analysis),
         ],
         banner=say("incomplete", failure, analysis.problems, used, analysis.doubts),
-        verdict=verdict_of(record),
+        verdict=verdict_of(analysis),
     )
 
 
-def verdict_of(record: dict[str, Any] | None) -> Sequence[str]:
-    """What the run said of itself at its end, from all timed steps, and what to try next; empty without a record."""
-    verdict = record["verdict"] if record else []
-    return [f"{verdict[0][:1].upper()}{verdict[0][1:]}.", f"Try next: {verdict[1]}."] if len(verdict) == 2 else []
+def verdict_of(analysis: WindowAnalysis) -> Sequence[str]:
+    """The verdict in the run's record, from all timed steps, and what to try next; without one, HTA's split of the
+    analysed steps, if all of it is known."""
+    if analysis.record and len(verdict := analysis.record["verdict"]) == 2:
+        return [f"{verdict[0][:1].upper()}{verdict[0][1:]}.", f"Try next: {verdict[1]}."]
+    split = say("split", analysis.summary)
+    return [split, say("overlap", analysis.summary)] if split else []
 
 
 def time_blocks(analysis: WindowAnalysis, last: int) -> list[Block]:
