@@ -119,6 +119,11 @@ def print_table(frame: pd.DataFrame, columns: Columns, texts: Collection[str], c
     console.print("", as_table(frame, columns, texts))
 
 
+def kind_of(name: str) -> str:
+    """The kind in the name of a column of `KIND`: `reduce_scatter` of `reduce_scatter_calls_per_step`."""
+    return name.rsplit("_", 3)[0]
+
+
 def kinds_run(table: pd.DataFrame) -> list[str]:
     """The kinds of collective of which a row of `summary.csv` or `compare.csv` has at least one call."""
     return [kind for kind in LABELS if (table[f"{kind}_calls_per_step"] > 0).any()]

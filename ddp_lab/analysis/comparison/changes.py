@@ -7,33 +7,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, kinds_run
-from ddp_lab.analysis.comparison.compare import largest_difference, loss_unit, run_row, traced_row
+from ddp_lab.analysis.columns import COLUMNS, kind_of, kinds_run
+from ddp_lab.analysis.comparison.compare import largest_difference, loss_unit, run_row, traced_row, with_loss_unit
 from ddp_lab.analysis.comparison.timing import expected_of, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.metrics.significance import Estimate, apart, difference, pooled, signs
-from ddp_lab.collectives.kinds import LABELS
 
 BETTER, WORSE, EQUAL, UNKNOWN = "better", "worse", "equal", "not known"
 STEP_TIME, THROUGHPUT, LOSSES_APART = "step_time_ms", "samples_per_s", "losses_apart"
-TIMES = {STEP_TIME: ("step time", "ms"), THROUGHPUT: ("throughput", "samples/s")}
-PARTS = {
-    "profiled_step_ms": ("profiled step", "ms/step"),
-    "compute_ms": ("compute", "ms/step"),
-    "exposed_wait_ms": ("exposed wait", "ms/step"),
-    "exposed_transfer_ms": ("exposed transfer", "ms/step"),
-    "exposed_copy_ms": ("exposed copies", "ms/step"),
-    "idle_ms": ("idle", "ms/step"),
-}
-TRAFFIC = {
-    "collective_calls_per_step": ("collectives", "calls/step"),
-    "collective_bytes_per_step": ("payload", "bytes/step"),
-}
-HELD = {f"{component}_bytes": (f"{label}, at rest", "bytes") for component, label in COMPONENTS.items()} | {
-    "model_states_bytes": ("model states, at rest", "bytes"),
-    "peak_model_states_bytes": ("model states, peak", "bytes"),
-    "peak_bytes": ("peak memory", "bytes"),
-}
+PARTS = [name for name in COLUMNS["varying"] if name not in (STEP_TIME, THROUGHPUT)]
 
 
 @dataclass(frozen=True)
@@ -52,24 +34,16 @@ def changes(baseline: Sequence[Run], run: Sequence[Run], earlier: Sequence[dict[
     """
     old, new = (pd.DataFrame([figures_of(side_run) for side_run in side]) for side in (baseline, run))
     records = [side_run.record for side_run in (*baseline, *run)]
-    unit, counted = loss_unit(records), dict(TRAFFIC)
-    for kind in kinds_run(pd.concat([old[-1:], new[-1:]])):
-        counted[f"{kind}_calls_per_step"] = (f"{LABELS[kind]}: calls", "calls/step")
-        counted[f"{kind}_bytes_per_step"] = (f"{LABELS[kind]}: payload", "bytes/step")
-    counted |= HELD
-    once = {
-        "peak_rss_bytes": ("peak RSS", "bytes"),
-        "final_train_loss": ("final training loss", unit),
-        LOSSES_APART: ("largest difference of training losses at one step", unit),
-        "eval_loss": ("eval loss", unit),
-        "accuracy_pct": ("accuracy", "%"),
-    }
+    kinds = kinds_run(pd.concat([old[-1:], new[-1:]]))
+    of_kinds = {name: column for name, column in COLUMNS["of_kinds"].items() if kind_of(name) in kinds}
+    counted = COLUMNS["counted"] | of_kinds
+    counted |= COLUMNS["at_rest"]
+    shown = COLUMNS["varying"] | counted | with_loss_unit(COLUMNS["once"], loss_unit(records))
+    table = pd.DataFrame({"figure": column.label, "unit": column.unit} for column in shown.values()).set_axis([*shown])
     # what varies from run to run is a mean over runs, all else is of the last run
-    varying = TIMES | PARTS
-    table = pd.DataFrame.from_dict(varying | counted | once, orient="index", columns=["figure", "unit"])
     for name, side in (("baseline", old), ("run", new)):
         figures = side.reindex(columns=table.index).astype(float)
-        table[name] = figures.mean(skipna=False).where(table.index.isin(list(varying)), figures.iloc[-1])
+        table[name] = figures.mean(skipna=False).where(table.index.isin(list(COLUMNS["varying"])), figures.iloc[-1])
     is_equal = table["run"] == table["baseline"]
     table["change"] = table["run"] - table["baseline"]
     table["change_pct"] = (100 * (table["run"] / table["baseline"] - 1)).where(~is_equal, 0.0)

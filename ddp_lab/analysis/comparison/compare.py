@@ -125,11 +125,12 @@ def comparison(
 
 def columns_of(table: pd.DataFrame) -> Columns:
     """The columns of a `comparison`, with the unit that its losses have."""
-    unit = table.attrs["loss_unit"]
-    return {
-        name: replace(column, unit=unit) if column.unit == "nats" else column
-        for name, column in COMPARISON_COLUMNS.items()
-    }
+    return with_loss_unit(COMPARISON_COLUMNS, table.attrs["loss_unit"])
+
+
+def with_loss_unit(columns: Columns, unit: str) -> Columns:
+    """`columns`, of which losses have this unit."""
+    return {name: replace(column, unit=unit) if column.unit == "nats" else column for name, column in columns.items()}
 
 
 def group_rows(

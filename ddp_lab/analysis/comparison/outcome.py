@@ -1,7 +1,7 @@
 """What a comparison concludes. It says only what the figures support; `sentences.j2` has the words."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -117,17 +117,15 @@ class Outcome:
 
 
 def as_json(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes of `compare.json`, with their sentences; figures that are not known are null."""
-    rows = []
-    for outcome in outcomes:
-        row = asdict(outcome) | {name: getattr(outcome, name) for name in ("is_sure", "claim", "belief", "memory")}
-        row |= {name: row[name] and row[name]["choice"] for name in ("best", "second")}
-        row["ratio"] = outcome.ratio._asdict()
-        if outcome.lean:
-            row["lean"]["ratio"] = outcome.lean.ratio._asdict()
-        rows.append(row)
-    content = {"schema_version": SCHEMA_VERSION, "outcomes": rows}
-    return msgspec.json.format(msgspec.json.encode(content, enc_hook=float)).decode() + "\n"
+    """The content of `compare.json`; figures that are not known are null."""
+    texts = ("kind", "over", "is_sure", "names", "passes", "runs_needed", "claim", "belief", "memory")
+    rows = [
+        {name: getattr(outcome, name) for name in texts}
+        | {name: row and row["choice"] for name, row in (("best", outcome.best), ("second", outcome.second))}
+        | {"ratio": outcome.ratio._asdict(), "leanest": outcome.lean and outcome.lean.names}
+        for outcome in outcomes
+    ]
+    return msgspec.json.encode({"schema_version": SCHEMA_VERSION, "outcomes": rows}, enc_hook=float).decode()
 
 
 def fastest(table: pd.DataFrame) -> str | None:

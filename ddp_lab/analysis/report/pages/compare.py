@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import Column, kinds_run
+from ddp_lab.analysis.columns import Column, kind_of, kinds_run
 from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, columns_of, comparison, standings, unsteady
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, Difference, affected, by_class, class_of
 from ddp_lab.analysis.comparison.outcome import Outcome, as_json, conclude, fastest
@@ -182,14 +182,14 @@ def figures(table: pd.DataFrame) -> tuple[dict[str, Any], dict[str, Any]]:
 
     What a figure means, and its name in the CSV file, is told when its own name is pointed at.
     """
-    silent = tuple(f"{kind}_" for kind in LABELS if kind not in kinds_run(table))
+    silent = LABELS.keys() - kinds_run(table)
     differ: list[list[dict[str, Any]]] = []
     alike: list[list[dict[str, Any]]] = []
     rows = table.to_dict("records")
     ratio_of = {ratio: name for name, ratio in RATIOS.items()}
     columns = columns_of(table)
     for name, column in columns.items():
-        if name != "choice" and table[name].notna().any() and not name.startswith(silent):
+        if name != "choice" and table[name].notna().any() and kind_of(name) not in silent:
             label = f"ratio of {columns[ratio_of[name]].label}" if name in ratio_of else column.label
             figure = cell("", f"{label}, {column.unit}" if column.unit else label, FIGURE)
             values = [cell(name, row[name], column) for row in rows]
