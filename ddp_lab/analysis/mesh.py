@@ -19,14 +19,6 @@ def mesh_of(record: dict[str, Any] | None) -> Mesh | None:
     return {name: int(number) for name, _, number in parts} or None
 
 
-def sharding_ranks(record: dict[str, Any]) -> int:
-    """Over how many ranks a run's model states are sharded, if any are."""
-    mesh = mesh_of(record)
-    if mesh is None:
-        return record["world_size"]
-    return (mesh.get("shard") or mesh.get("dp", 1)) * mesh.get("ep", 1) * mesh.get("cp", 1)
-
-
 def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
     """The place of a rank along each dimension."""
     found = {}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.analysis.mesh import coordinates, dimension_of, in_order, mesh_of, sharding_ranks
+from ddp_lab.analysis.mesh import coordinates, dimension_of, in_order, mesh_of
 from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.analysis.metrics.dimensions import dimensions
 from ddp_lab.analysis.metrics.exposure import exposure
@@ -79,15 +79,6 @@ def test_dimensions_of_groups():
     assert {ranks: dimension_of(mesh, ranks) for ranks in expected} == expected
     assert in_order(mesh, ["", "mesh", "tp", "dp", "tp", "shard"]) == ["shard", "tp", "dp", "mesh", ""]
     assert mesh_of(None) is None and mesh_of({"config": {}}) is None
-    for text, ranks in (
-        (None, 16),
-        ("dp=2,pp=2,tp=4", 2),
-        ("replicate=2,shard=4,pp=2", 4),
-        ("pp=2,tp=8", 1),
-        ("shard=2,cp=4,tp=2", 8),
-        ("dp=2,ep=4", 8),
-    ):
-        assert sharding_ranks({"config": {"mesh": text}, "world_size": 16}) == ranks
     of_two = record_of_eight_steps("x", 1.0)
     for text in ("dp", "dp=3"):
         with pytest.raises(UserError, match=r"config\.mesh: "):

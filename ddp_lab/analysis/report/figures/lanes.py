@@ -99,20 +99,15 @@ def phase_of(timeline: RankTimeline, moments: NDArray[np.float64]) -> NDArray[np
     return phase
 
 
-def kernels_of(timeline: RankTimeline, start: float, end: float) -> pd.DataFrame:
-    """Kernels between two moments, cut to them, in time order, with a column length."""
-    kernels = timeline.kernels
-    inside = kernels[(kernels["start"] < end) & (kernels["end"] > start)]
-    cut = inside.assign(start=inside["start"].clip(lower=start), end=inside["end"].clip(upper=end))
-    return cut.assign(length=cut["end"] - cut["start"]).sort_values("start")
-
-
 def lane_kernels(timeline: RankTimeline, start: float, end: float, most: int) -> pd.DataFrame:
-    """`kernels_of` on streams that have lanes, with a column single: whether the kernel is drawn on its own.
+    """Kernels between two moments, cut to them, in time order, on streams that have lanes; with columns length, and
+    single: whether the kernel is drawn on its own.
 
     The longest kernels are: half of `most` in compute, a quarter each in communication and memory copies.
     """
-    kernels = kernels_of(timeline, start, end)
+    inside = timeline.kernels[(timeline.kernels["start"] < end) & (timeline.kernels["end"] > start)]
+    cut = inside.assign(start=inside["start"].clip(lower=start), end=inside["end"].clip(upper=end))
+    kernels = cut.assign(length=cut["end"] - cut["start"]).sort_values("start")
     time = kernels.groupby(["lane", "stream"])["length"].sum().reset_index()
     streams = time.sort_values("length", ascending=False).groupby("lane").head(MOST_STREAMS)
     with_lane = kernels.merge(streams[["lane", "stream"]], on=["lane", "stream"])
@@ -126,13 +121,3 @@ def merged(intervals: Intervals, gap: float, most: int) -> Intervals:
     while len(found := bridge(intervals, gap)) > most:
         gap *= 2
     return found
-
-
-def kernels_drawn(timelines: Sequence[RankTimeline], step: int) -> tuple[int, int, float]:
-    """How many of a step's kernels the figure draws one by one, of how many; and gaps of how many ms it closes."""
-    drawn = total = 0
-    for timeline in timelines:
-        moments = bounds(timeline, step)
-        drawn += int(lane_kernels(timeline, *moments, MOST_KERNELS // len(timelines))["single"].sum())
-        total += len(kernels_of(timeline, *moments))
-    return drawn, total, gap_to_close([(timeline, step) for timeline in timelines]) / 1000

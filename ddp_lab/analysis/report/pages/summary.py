@@ -6,17 +6,16 @@ from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, SHARDABLE
+from ddp_lab.analysis.columns import COLUMNS
 from ddp_lab.analysis.files import write_csv
-from ddp_lab.analysis.mesh import mesh_of, sharding_ranks
+from ddp_lab.analysis.mesh import mesh_of
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.metrics.memory import memory_parts
 from ddp_lab.analysis.metrics.pipeline import pipeline_steps
 from ddp_lab.analysis.metrics.stragglers import has_stages, lateness, straggler, stragglers
 from ddp_lab.analysis.record import failure_of
-from ddp_lab.analysis.report.figures.lanes import kernels_drawn
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
-from ddp_lab.analysis.report.figures.memory import MOST_PANELS, memory_figure, memory_timeline_figure, where_figure
+from ddp_lab.analysis.report.figures.memory import MOST_PANELS, memory_timeline_figure, where_figure
 from ddp_lab.analysis.report.figures.times import parts_figure, ranks_figure
 from ddp_lab.analysis.report.page import Block, render, table, write_page
 from ddp_lab.analysis.report.pages.experts import MOST_LANES, expert_load, load_figure
@@ -109,7 +108,7 @@ def time_blocks(analysis: WindowAnalysis, last: int) -> list[Block]:
         ),
         Block(
             f"One step of every rank (step {last})",
-            lambda: say("lanes", *kernels_drawn(timelines, last)),
+            lambda: say("lanes"),
             figure=lambda: lanes_figure(timelines, last, mesh),
             traces=[(timeline.rank, "/".join(timeline.path.parts[-2:])) for timeline in timelines],
         ),
@@ -183,11 +182,9 @@ def memory_blocks(analysis: WindowAnalysis) -> list[Block]:
     """What memory went to, by component, and over the step. Of a foreign trace it is unknown."""
     summary, record, steps = analysis.summary, analysis.record, analysis.exposure.steps
     few, parts = representatives(steps, MOST_PANELS), memory_parts(record)
-    names, drawn = named(summary.dropna(subset=["model_states_bytes", "peak_bytes"]), few)
-    _, parts = named(parts, few)
+    drawn = summary[summary["rank"].isin(list(few))].dropna(subset=["model_states_bytes", "peak_bytes"])
+    parts = parts[parts["rank"].isin(list(few))]
     is_known = bool(summary["model_states_bytes"].notna().any())
-    shards = [COMPONENTS[name] for name in SHARDABLE if record and name in record.get("shards", [])]
-    over = sharding_ranks(record) if record and shards else 1
     timeline = memory_timeline_figure(record, drawn) if is_known else None
     return [
         Block(
@@ -200,10 +197,9 @@ def memory_blocks(analysis: WindowAnalysis) -> list[Block]:
         Block("Memory", lambda: say("no_memory"), not is_known),
         Block(
             "Memory",
-            lambda: say("memory", shards, over, few if len(few) < len(summary) else {}),
+            lambda: say("memory", few if len(few) < len(summary) else {}),
             is_known,
             table=lambda: memory_table(abridged(summary, representatives(steps))),
-            figure=lambda: memory_figure(names, drawn) if names else None,
         ),
         Block("Memory over one step", lambda: say("memory_timeline"), timeline is not None, figure=lambda: timeline),
     ]
