@@ -47,6 +47,10 @@ def of_flag(field: Any) -> Setting:
     return Setting(value_of, field.metadata["affects"])
 
 
+def of_field(name: str, *affects: str) -> Setting:
+    return Setting(lambda record: record.get(name), affects)
+
+
 def of_versions(package: str) -> Callable[[dict[str, Any]], Any]:
     return lambda record: record.get("versions", {}).get(package)
 
@@ -65,18 +69,18 @@ PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
 """Packages that take part in training."""
 SETTINGS = {
     **{flag_name(field.name)[2:]: of_flag(field) for field in FLAGS if field.metadata["affects"]},
-    "parameters": Setting(lambda record: record.get("parameters"), EVERYTHING),
-    "training-samples": Setting(lambda record: record.get("train_samples"), (LOSS,)),
-    "held-out-samples": Setting(lambda record: record.get("eval_samples"), (LOSS,)),
+    "parameters": of_field("parameters", *EVERYTHING),
+    "training-samples": of_field("train_samples", LOSS),
+    "held-out-samples": of_field("eval_samples", LOSS),
     "optimizer": Setting(lambda record: record.get("optimizer", "not recorded"), EVERYTHING),
     "optimizer-steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),
-    "ranks": Setting(lambda record: record["world_size"], EVERYTHING),
-    "device": Setting(lambda record: record.get("device_name"), (TIME,)),
-    "backend": Setting(lambda record: record["backend"], (TIME, TRAFFIC)),
+    "ranks": of_field("world_size", *EVERYTHING),
+    "device": of_field("device_name", TIME),
+    "backend": of_field("backend", TIME, TRAFFIC),
     BACKEND_CLASS: Setting(class_of, (TIME,)),
     "nccl-version": Setting(of_versions("nccl"), (TIME,)),
-    "host": Setting(lambda record: record.get("host"), (TIME,)),
-    "threads": Setting(lambda record: record.get("threads"), (TIME,)),
+    "host": of_field("host", TIME),
+    "threads": of_field("threads", TIME),
     "scheduling": Setting(lambda record: record.get("scheduling") or "other", (TIME,)),
     **{f"{package}-version": Setting(of_versions(package), EVERYTHING) for package in PACKAGES},
 }

@@ -1,58 +1,22 @@
-"""Plotly figures, and what they share. A colour means the same in every figure.
+"""Plotly figures, and what they share. A colour means the same in every figure (`colours.toml`)."""
 
-Colours are those of Okabe and Ito and of Paul Tol, which colour-blind readers can tell apart. A colour `var(--name)`
-comes from the page's style sheet, which has another value in its dark theme.
-"""
-
+import tomllib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 
-from ddp_lab.analysis.metrics.memory import CACHED, COMMUNICATION, OTHER, OUTSIDE
 from ddp_lab.analysis.report.page import readable
 
-COLOURS = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "backward_input": "#332288",
-    "backward_weight": "#44AA99",
-    "optimizer": "#009E73",
-    "other compute": "#8C8C8C",
-    "compute": "#0072B2",
-    "communication": "#E69F00",
-    "send": "#E69F00",
-    "exposed": "#D55E00",
-    "idle": "var(--idle)",
-    "bubble": "var(--idle)",
-    "memory copy": "#CC79A7",
-}
-"""Phases and kinds of time."""
-MEMORY_COLOURS = {
-    "parameters": "var(--parameters)",
-    "gradients": "#CC6677",
-    "optimizer_state": "#44AA99",
-    "buffers": "#AA4499",
-    "model_states": "var(--states)",
-    COMMUNICATION: COLOURS["communication"],
-    OTHER: "var(--pale)",
-    CACHED: "#CCBB44",
-    OUTSIDE: "#999999",
-    "peak": "var(--pale)",
-}
-"""Components of memory, by their names in run records."""
+_CONTENT = tomllib.loads(Path(__file__).with_name("colours.toml").read_text())
+COLOURS, MEMORY_COLOURS, TEXT_COLOURS, LANE_NAMES = (_CONTENT[name] for name in ("time", "memory", "text", "names"))
 LINE_COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#999999")
 """Lines that stand for a choice each."""
 OUTLIER = 4.0
 """A value this many times as large as most others is cut off, and written at the end of the axis."""
 BAR_HEIGHT_PX = 28
 LANE_HEIGHT_PX = 30
-LANE_NAMES = {
-    "exposed": "exposed communication",
-    "communication": "collective",
-    "backward_input": "backward of inputs",
-    "backward_weight": "backward of weights",
-}
 
 
 def styled(figure: go.Figure) -> go.Figure:

@@ -8,7 +8,15 @@ import plotly.graph_objects as go
 
 from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.mesh import Mesh
-from ddp_lab.analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, clip_bars, literal, styled
+from ddp_lab.analysis.report.figures import (
+    COLOURS,
+    LANE_HEIGHT_PX,
+    LANE_NAMES,
+    TEXT_COLOURS,
+    clip_bars,
+    literal,
+    styled,
+)
 from ddp_lab.analysis.report.figures.lanes import (
     MOST_INTERVALS,
     MOST_KERNELS,
@@ -23,11 +31,6 @@ from ddp_lab.analysis.report.figures.lanes import (
 from ddp_lab.analysis.traces.intervals import Intervals, clip
 from ddp_lab.analysis.traces.timeline import RankTimeline
 
-TEXT_COLOURS = {
-    **dict.fromkeys(("backward", "backward_input", "compute"), "white"),
-    **dict.fromkeys(("idle", "bubble"), "var(--ink)"),
-}
-"""Of text on a bar; black on all others."""
 STREAM_NAMES = {"compute": "kernels", "communication": "collectives", "memory": "copies"}
 PARTS_OF_LANES = {"communication": "communication", "memory": "memory copy"}
 

@@ -1,6 +1,6 @@
 """Times: bars of the parts of a step, heat maps of rank by step; and lines of losses."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -20,9 +20,9 @@ PARTS = {
 DASHES = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")
 
 
-def parts_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
-    """A bar a row of `table`: the parts of a mean step under the profiler, in ms."""
-    figure, names = go.Figure(), list(names)
+def parts_figure(table: pd.DataFrame) -> go.Figure:
+    """A bar a rank of `table`: the parts of a mean step under the profiler, in ms."""
+    figure, names = go.Figure(), [f"rank {rank}" for rank in table["rank"]]
     if table["exposed_wait_ms"].isna().all() and "exposed_ms" in table:  # an incomplete run: the last rank is unknown
         table = table.assign(exposed_transfer_ms=table["exposed_ms"])
     for column, (name, colour, hatching) in PARTS.items():

@@ -126,7 +126,7 @@ def time_blocks(analysis: WindowAnalysis, last: int) -> list[Block]:
             "Exposed communication",
             lambda: say("exposure", calls),
             table=lambda: shown("exposure", mean.drop(columns=["compute_ms", "idle_ms"])),
-            figure=lambda: parts_figure(*named(mean, ranks)),
+            figure=lambda: parts_figure(of_ranks(mean, ranks)),
         ),
         late_block(exposure, ranks),
         Block(
@@ -140,7 +140,7 @@ def time_blocks(analysis: WindowAnalysis, last: int) -> list[Block]:
             "Dimensions of the mesh",
             lambda: say("dimensions", mesh),
             len(dimensions) > 0 and mesh is not None,
-            table=lambda: table("dimensions", named(dimensions, ranks)[1], COLUMNS["dimensions"]),
+            table=lambda: table("dimensions", of_ranks(dimensions, ranks), COLUMNS["dimensions"]),
         ),
         Block(
             "Load of experts",
@@ -156,10 +156,8 @@ def by_rank(frame: pd.DataFrame, *keys: str) -> pd.DataFrame:
     return frame.drop(columns="step").groupby(["rank", *keys], sort=not keys).mean().reset_index()
 
 
-def named(rows: pd.DataFrame, ranks: Iterable[int]) -> tuple[list[str], pd.DataFrame]:
-    """The rows of these ranks, with their names."""
-    drawn = rows[rows["rank"].isin(list(ranks))]
-    return [f"rank {rank}" for rank in drawn["rank"]], drawn
+def of_ranks(rows: pd.DataFrame, ranks: Iterable[int]) -> pd.DataFrame:
+    return rows[rows["rank"].isin(list(ranks))]
 
 
 def late_block(exposure: Exposure, ranks: Iterable[int]) -> Block:
@@ -182,8 +180,8 @@ def memory_blocks(analysis: WindowAnalysis) -> list[Block]:
     """What memory went to, by component, and over the step. Of a foreign trace it is unknown."""
     summary, record, steps = analysis.summary, analysis.record, analysis.exposure.steps
     few, parts = representatives(steps, MOST_PANELS), memory_parts(record)
-    drawn = summary[summary["rank"].isin(list(few))].dropna(subset=["model_states_bytes", "peak_bytes"])
-    parts = parts[parts["rank"].isin(list(few))]
+    drawn = of_ranks(summary, few).dropna(subset=["model_states_bytes", "peak_bytes"])
+    parts = of_ranks(parts, few)
     is_known = bool(summary["model_states_bytes"].notna().any())
     timeline = memory_timeline_figure(record, drawn) if is_known else None
     return [
