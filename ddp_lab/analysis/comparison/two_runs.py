@@ -9,7 +9,7 @@ import pandas as pd
 from rich.console import Console
 
 from ddp_lab.analysis.columns import COLUMNS, Column, print_table
-from ddp_lab.analysis.comparison.changes import EQUAL, UNKNOWN, Run, changes
+from ddp_lab.analysis.comparison.changes import EQUAL, Run, changes
 from ddp_lab.analysis.comparison.choices import last_window
 from ddp_lab.analysis.comparison.fairness import differences as settings_apart
 from ddp_lab.analysis.comparison.fairness import require_comparable
@@ -73,7 +73,7 @@ def report_on_two_runs(
         *(line for record in records.values() for line in labels(record)),
         *audit_lines({names[path]: loaded.traced.failed_checks for path, loaded in runs.items() if loaded.traced}),
         say("changes", table.iloc[0], [*table[2:].itertuples()]),  # throughput says the same as step time
-        how_sure(table, [len(old), len(new)], len(earlier)),
+        say("how_sure", table.iloc[0], [len(old), len(new)], len(earlier), EXPECTED_SPREAD),
     ]
     for line in filter(None, dict.fromkeys(lines)):
         console.print(line, markup=False, highlight=False)
@@ -120,14 +120,6 @@ def both_sides(trace_dir: Path, completed: Iterable[Path], *sides: Sequence[str]
         )
     latest = iter(others[len(others) - missing :])
     return [side or [next(latest)] for side in given]
-
-
-def how_sure(table: pd.DataFrame, runs: Sequence[int], earlier: int) -> str:
-    """What the interval of step times rests on, and what would make it narrower."""
-    time = table.iloc[0]
-    if time.result != UNKNOWN or time.interval_low != time.interval_low:
-        return ""
-    return say("how_sure", runs, earlier, EXPECTED_SPREAD)
 
 
 def load(path: Path, record: dict[str, Any]) -> Run:
