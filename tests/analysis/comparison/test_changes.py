@@ -6,6 +6,7 @@ import pytest
 
 from ddp_lab.analysis.comparison.changes import Run, changes
 from ddp_lab.analysis.comparison.traced import Traced
+from ddp_lab.collectives.kinds import LABELS
 from tests.in_process import compare_runs
 from tests.traces import RHYTHM, cpu_trace, record, record_of_eight_steps, timed, write, write_run
 
@@ -29,8 +30,7 @@ def traced(ms, calls, exposed=0.2):
     return Traced(table, {1: steps}, pd.DataFrame(columns=["result", "subject"]), None, 0)  # type: ignore[arg-type]
 
 
-KINDS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce", "send_recv", "other")
-ZEROS = [f"{kind}_{what}_per_step" for kind in KINDS for what in ("calls", "bytes")]
+ZEROS = [f"{kind}_{what}_per_step" for kind in LABELS if kind != "all_reduce" for what in ("calls", "bytes")]
 ZEROS += ["compute_pct", "non_compute_pct", "idle_pct", "overlap_pct"]
 
 

@@ -14,10 +14,9 @@ def run_on(device, achieved, **config):
 def test_utilization_worked_out_by_hand():
     """Two A100 reach 312 TFLOP/s each in bf16, 156 in TF32 and 19.5 in fp32."""
     name = "NVIDIA A100-SXM4-80GB"
-    assert mfu(run_on(name, 312e12, precision="bf16")) == pytest.approx(0.5)
-    assert mfu(run_on(name, 312e12, param_dtype="bf16")) == pytest.approx(0.5)
-    assert mfu(run_on(name, 312e12, precision="fp16")) == pytest.approx(0.5)
-    assert mfu(run_on(name, 31.2e12, tf32=True)) == pytest.approx(0.1)
-    assert mfu(run_on(name, 3.9e12)) == pytest.approx(0.1)
+    for config in ({"precision": "bf16"}, {"param_dtype": "bf16"}, {"precision": "fp16"}):
+        assert mfu(run_on(name, 312e12, **config)) == pytest.approx(0.5)
+    for achieved, config in ((31.2e12, {"tf32": True}), (3.9e12, {})):
+        assert mfu(run_on(name, achieved, **config)) == pytest.approx(0.1)
     peak = peak_of(run_on(name, 1.0))
     assert peak is not None and peak.dtype == "float32" and "data sheet" in peak.source
