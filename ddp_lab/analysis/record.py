@@ -24,7 +24,7 @@ Sizes = Annotated[str, Meta(pattern=r"\A[a-z]+=[1-9]\d{0,5}(,[a-z]+=[1-9]\d{0,5}
 def of_flag(field: Any) -> tuple[str, Any, Any]:
     """A flag in a record's config, which may lack it: the run is older than the flag."""
     texts = {"mesh": Sizes, "prompt": str}
-    kinds = {str: texts.get(field.name, Line), int: Count, float: Rate}
+    kinds = {str: texts.get(field.name, Line), int: Count, float: Rate if field.metadata["at_least"] is None else float}
     types = (kinds.get(kind, kind) for kind in get_args(field.type) or (field.type,))
     return field.name, functools.reduce(operator.or_, types), field.default
 

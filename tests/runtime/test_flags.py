@@ -56,6 +56,7 @@ module, before = module_from_spec(spec), "    tf32: bool ="
 field = "    momentum: float = _run(0.9, 'of the optimizer', needs=(given('lr'),), excludes=(SAVES,), "
 field += "affects=(LOSS,), head='Momentum is {momentum}.')\\n"
 sys.modules[spec.name] = module
+field += "    offset: float = _run(0.0, 'of the loss', at_least=-9.0)\\n"
 exec(spec.loader.get_source(spec.name).replace(before, field + before), module.__dict__)
 
 import msgspec, pytest
@@ -76,6 +77,7 @@ runs = {name: record(name, 1.0) for name in "ab"}
 runs["b"]["config"]["momentum"] = 0.5
 for said, refused in {
     "--momentum 0.0: must be a number above 0": lambda: config.but(momentum=0.0),
+    "--offset -10.0: must be a number of at least -9": lambda: config.but(offset=-10.0),
     "--momentum 0.5: must be with --lr": lambda: config.but(lr=None),
     "--momentum 0.5: must be without --checkpoint-every": lambda: config.but(checkpoint_every=1),
     "momentum (0.9: a; 0.5: b); .* --allow-different momentum": lambda: require_comparable(runs),
@@ -155,7 +157,7 @@ def values_of(field):
         return st.sampled_from(tried) | none
     by_kind = {
         bool: st.booleans(),
-        int: st.integers(about["at_least"], 10**6),
+        int: st.integers(about["at_least"] or 1, 10**6),
         float: st.floats(1e-12, 1e6),
         str: st.text(st.characters(exclude_categories=UNFIT), min_size=1),
     }

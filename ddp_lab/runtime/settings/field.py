@@ -60,7 +60,7 @@ def flag(
     help: str,
     *,
     choices: Sequence[str] = (),
-    at_least: int = 1,
+    at_least: float | None = None,
     normal: Callable[[Any], Any] | None = None,
     metavar: str | None = None,
     alone: Any = None,
@@ -77,7 +77,7 @@ def flag(
     Args:
         group: One of `GROUPS`.
         choices: The values that it takes, if they are few.
-        at_least: Of a whole number. Other numbers are above 0.
+        at_least: The least value. Default: 1 for whole numbers; other numbers are above 0.
         normal: The form in which a value is kept, wherever it comes from. Raises `UserError`.
         metavar: What stands for the value in `--help`. Default: the choices, or by the field's type.
         alone: The value of the flag when no value follows it. Default: a value must follow.
@@ -119,10 +119,13 @@ def check_values(settings: Any) -> None:
         if about["normal"]:
             object.__setattr__(settings, field.name, about["normal"](value))
         elif kind_of(field) is int:
-            least, most = about["at_least"], 2**32 - 1
+            least, most = 1 if about["at_least"] is None else about["at_least"], 2**32 - 1
             require(least <= value <= most, name, value, f"a whole number from {least} to {most}")
-        elif kind_of(field) is float:
+        elif kind_of(field) is float and about["at_least"] is None:
             require(0 < value < float("inf"), name, value, "a number above 0")
+        elif kind_of(field) is float:
+            least = about["at_least"]
+            require(least <= value < float("inf"), name, value, f"a number of at least {least}")
 
 
 def check_combinations(fields: "Sequence[dataclasses.Field[Any]]", values: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ def fitting_settings(record: Mapping[str, Any]) -> str:
     options.workload = None if config["model"] else config["workload"]
     try:
         link = None if config["link"] == "none" else config["link"]
-        options.link = link or hardware.found(device)[1].get("link", UNKNOWN_LINK)
+        options.link = link or hardware.entry_of(device)[1].get("link", UNKNOWN_LINK)
         case = plan.space_of(options).cases[0].but(choice=record["choice"])
         with long_work("simulating settings that need less memory"):
             simulated = ((words, outcome(changed)) for words, changed in findings.remedies(case, any_choice=True))
