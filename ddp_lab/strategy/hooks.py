@@ -72,11 +72,7 @@ class Hooks(ABC):
         self.optimizer.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over the whole model is at most `max_norm`.
-
-        Returns:
-            The norm before that, a scalar.
-        """
+        """Scale gradients to a norm of at most `max_norm` over the whole model; the norm before that, a scalar."""
         return clip_parts(list(self.gradients()), max_norm, self.groups.everyone, self.device, self.gradient_share())
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -195,10 +191,8 @@ class Hooks(ABC):
         return self.shards
 
     def parameter_pieces(self) -> list[Piece]:
-        """What this rank holds of all parameters, frozen ones included.
-
-        That is its shard if `saves_shards_of` names parameters, otherwise everything.
-        """
+        """What this rank holds of all parameters, frozen ones included: its shard if `saves_shards_of` names
+        parameters, otherwise everything."""
         return [Piece(name, 0, parameter) for name, parameter in self.module.named_parameters()]
 
     def parameters_are_loaded(self) -> None:
@@ -206,10 +200,8 @@ class Hooks(ABC):
         are what the module computes with."""
 
     def updated_pieces(self) -> list[Piece]:
-        """The parameters, or ranges of them, for which this rank's `updating_optimizer` keeps states.
-
-        That is its shard if `shards` names the optimizer's state, otherwise everything.
-        """
+        """The parameters, or ranges of them, for which this rank's `updating_optimizer` keeps states: its shard if
+        `shards` names the optimizer's state, otherwise everything."""
         return [Piece(name, 0, parameter) for name, parameter in self.trainable.items()]
 
     @property
@@ -223,11 +215,8 @@ class Hooks(ABC):
 
     def relearn(self, first_step: "Callable[[], Sequence[MicroBatch]]") -> None:
         """Decide as the run that saved a checkpoint did, so that sums are rounded as in a run that never stopped. Runs
-        before the checkpoint's state is loaded. Collective. Default: nothing to decide.
-
-        Args:
-            first_step: Makes this rank's micro-batches of the first step.
-        """
+        before the checkpoint's state is loaded; `first_step` makes this rank's micro-batches of the first step.
+        Collective. Default: nothing to decide."""
 
     # Hooks: memory and traffic ---------------------------------------------------------------------------------------
 
