@@ -7,12 +7,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import collectives
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import OneRankError
+from tests.checkpoints import here
 
 
 def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = None) -> str:
@@ -22,7 +21,7 @@ def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = N
         plant: Given the rank, a context in which to measure.
     """
     torch.set_num_threads(1)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    ranks = here()
     usual = ["--sizes", "1000,70K", "--seconds-per-size", "0.001", "--output-dir", str(folder)]
     options = collectives.build_parser().parse_args([*usual, *flags])
     with plant(ranks.rank) if plant else nullcontext():

@@ -1,21 +1,17 @@
 """Percent of ideal of attention that is cut over ranks."""
 
 import pandas as pd
-import torch
-import torch.distributed as dist
 
 from benchmarks import context
-from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.mesh import CONTEXT_PARALLEL
+from tests.checkpoints import here
 from tests.parity import message_of
 from tests.ranks import RankPool
 
 
 def measured(heads: int, tokens: int) -> pd.DataFrame:
-    return context.measured(
-        heads, tokens, 1, Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    )
+    return context.measured(heads, tokens, 1, here())
 
 
 def test_each_way_is_timed_beside_the_whole(ranks: RankPool):

@@ -4,13 +4,13 @@ from contextlib import nullcontext
 
 import pandas as pd
 import torch
-import torch.distributed as dist
 
 from benchmarks import rounds
 from benchmarks.strategies import measure, parse
 from ddp_lab.runtime.cli import ROOT
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
+from tests.checkpoints import here
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def measured(choices: str, against: str = "pytorch_ddp", flags: list[str] = MLP)
     options = parse(["--choices", choices, "--against", against, "--rounds", "1", *flags])
     sizes = {"depth": options.depth, "width": options.width, "grad_accum_steps": 1}
     config = RunConfig(workload=options.workload, train_samples=8, eval_samples=1, **sizes)
-    return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"))
+    return measure(options, config, here())
 
 
 def test_the_folder_of_a_table_is_made(tmp_path):

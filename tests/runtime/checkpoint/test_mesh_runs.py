@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 import tensor_parallel
@@ -15,10 +14,11 @@ from ddp_lab.runtime.checkpoint.manifest import file_name, folder_name, read_man
 from ddp_lab.runtime.checkpoint.parts import read_whole
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.samples import prose
-from ddp_lab.runtime.distributed import Ranks, meshed
+from ddp_lab.runtime.distributed import meshed
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.run import train_and_record
 from ddp_lab.strategy.model_parallel import Cut
+from tests.checkpoints import here
 from tests.ranks import RankPool
 from tests.runtime.checkpoint.test_runs import records
 
@@ -42,9 +42,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def run_on_mesh(settings: dict[str, Any]):
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     config = RunConfig.of(**settings)
-    with meshed(ranks, config.mesh) as on_mesh:
+    with meshed(here(), config.mesh) as on_mesh:
         train_and_record(config, on_mesh, tensor_parallel.load, None, tensor_parallel.REGISTRY.load_parallelize)
 
 

@@ -15,6 +15,7 @@ from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.loop import train
 from ddp_lab.runtime.profiling.profiler import WindowProfiler
 from ddp_lab.strategy.batches import StepData
+from tests.checkpoints import here
 from tests.models import build, make_batch
 from tests.parity import NAMES, OPTIMIZERS, load, options_of
 from tests.ranks import RankPool
@@ -47,7 +48,6 @@ def unfinished_at_window_end(choice: str) -> list[int]:
         unfinished.append(sum(not work.is_completed() for work in works))
         stop_trace(profiler)
 
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     config = RunConfig(profile_wait=1, profile_warmup=1, profile_active=1, profile_repeat=2)
     group = dist.group.WORLD
     assert group is not None
@@ -57,7 +57,7 @@ def unfinished_at_window_end(choice: str) -> list[int]:
             tempfile.TemporaryDirectory() as folder,
             patch.object(strategy, "update", update_late),
             patch.object(profile, "stop_trace", observed_stop),
-            WindowProfiler(config, Path(folder), "run", ranks, strategy.finish_parameter_synchronization) as profiler,
+            WindowProfiler(config, Path(folder), "run", here(), strategy.finish_parameter_synchronization) as profiler,
         ):
             train(strategy, [StepData(4, [make_batch("llama", 2, 0)])] * 7, profiler)
     finally:

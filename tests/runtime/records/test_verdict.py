@@ -3,18 +3,17 @@
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import ddp
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.records.run_so_far import RunSoFar
 from ddp_lab.runtime.records.verdict import verdict
 from ddp_lab.runtime.records.waits import lateness
 from ddp_lab.runtime.run import train_and_record
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.sequence import recorded_collectives
+from tests.checkpoints import here
 from tests.ranks import RankPool
 from tests.runtime.test_own_workload import written
 from tests.runtime.test_run import record_of
@@ -36,12 +35,11 @@ def build():
 
 def run_recorded(settings: dict[str, Any]):
     """A run whose collectives are recorded, but for which nobody watches."""
-    config, rank = RunConfig.of(**settings), dist.get_rank()
-    ranks, so_far, flight = Ranks(rank, dist.get_world_size(), torch.device("cpu"), "gloo"), RunSoFar(config), None
-    flight = FlightRecorder.create(rank)
+    config = RunConfig.of(**settings)
+    so_far, flight = RunSoFar(config), FlightRecorder.create(dist.get_rank())
     so_far.latest_collectives = lambda: flight.state().entries
     with recorded_collectives(flight):
-        train_and_record(config, ranks, ddp.load, so_far)
+        train_and_record(config, here(), ddp.load, so_far)
     flight.close()
 
 
