@@ -14,7 +14,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.samples import prose
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
 from tests.ranks import RankPool
-from tests.runtime.test_run import record_of, run_here, run_sharded
+from tests.runtime.test_run import record_of, run_here
 from tests.tables import each_row
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64, "vocab_size": 400}
@@ -79,14 +79,13 @@ def test_text_in_every_format(ranks: RankPool, local, dataset, streaming):
     settings = settings_of(local, Path("unused"), dataset=dataset, streaming=streaming, text_column=column)
     shapes = ranks.run(2, workload_here, settings)
     assert shapes[0] == shapes[1] and shapes[0]["samples"] == (8, 3)
-    assert set(shapes[0]["lengths"]) == {32}
+    assert set(map(len, shapes[0]["ids"])) == {32}
 
 
 def workload_here(settings: dict[str, Any]) -> dict[str, Any]:
     workload = build_workload(resolve_workload(RunConfig.of(**settings), has_gpu=False))
     return {
         "samples": (len(workload.train), len(workload.evaluation)),
-        "lengths": [len(sample["input_ids"]) for sample in workload.train],
         "ids": [sample["input_ids"].tolist() for sample in workload.train],
     }
 
@@ -149,7 +148,7 @@ def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local, tmp_
         settings = settings_of(local, tmp_path, choice=name, generate=4, prompt="The value of", max_steps=1)
         if name == "baseline":
             settings["bucket_cap_mb"] = 25.0
-        ranks.run(2, run_sharded, settings)
+        ranks.run(2, run_here, settings)
         texts.append(record_of(tmp_path, name)["generated"])
     assert texts[0] == texts[1] and texts[0]["tokens"] == 4 and texts[0]["prompt"] == "The value of"
 

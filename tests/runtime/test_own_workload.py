@@ -1,24 +1,19 @@
 """A workload from a file of the user: it trains, and each mistake in it is one line that says where it is."""
 
 import dataclasses
-import json
-import os
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import own
 from ddp_lab.runtime.data.workload import Workload
-from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.run import train_and_record
 from tests.ranks import RankPool
+from tests.runtime.test_run import record_of, run_here
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
@@ -46,9 +41,9 @@ def mean(output, batch):
 GOOD = "Workload(Model(), samples(12), samples(5), loss=mean, classifies=True)"
 
 
-def message_here(name: str, **settings) -> str | None:
+def message_here(name: str) -> str | None:
     try:
-        own.build(RunConfig.of(workload=name, device="cpu", **settings))
+        own.build(RunConfig.of(workload=name, device="cpu"))
     except UserError as error:
         assert ("Error: " in str(error)) == (error.traceback is not None)
         return str(error)
@@ -60,25 +55,16 @@ def written(folder: Path, code: str) -> str:
     return f"{folder / 'mine.py'}:build"
 
 
-def run_here(settings: dict[str, Any]):
-    import sharding
-
-    os.chdir(ROOT)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    train_and_record(RunConfig.of(**settings), ranks, sharding.load)
-
-
 def trained(ranks: RankPool, folder: Path, choice: str, **settings) -> dict[str, Any]:
     ranks.run(2, run_here, {"choice": choice, "output_dir": str(folder), "no_profile": True, **settings})
-    (path,) = (folder / "profile" / choice).glob("*.run.json")
-    return json.loads(path.read_text())
+    return record_of(folder, choice)
 
 
 def test_the_example_trains_under_every_kind_of_choice(ranks: RankPool, tmp_path):
-    settings = {"workload": "examples/workload.py:build", "global_batch_size": 40, "epochs": 3}
+    settings = {"workload": f"{ROOT}/examples/workload.py:build", "global_batch_size": 40, "epochs": 3}
     records = [trained(ranks, tmp_path, choice, **settings) for choice in ("baseline", "zero3")]
     for record in records:
-        assert record["config"]["workload"] == "examples/workload.py:build"
+        assert record["config"]["workload"] == settings["workload"]
         assert record["train_samples"] == 360 and record["eval"]["samples"] == 82
         assert record["train_loss"] == pytest.approx(records[0]["train_loss"], rel=1e-5)
         assert record["eval"]["loss"] < 0.85 * record["train_loss"][0]
@@ -137,11 +123,5 @@ def test_models_that_differ_between_ranks(ranks: RankPool, tmp_path):
         f"import os\ndef build():\n    work = {GOOD}\n"
         "    work.model.extra = nn.Linear(1 + int(os.environ['RANK']), 1)\n    return work",
     )
-    for message in ranks.run(2, refusal, {"choice": "zero3", "workload": name, "output_dir": str(tmp_path)}):
+    for message in ranks.run(2, run_here, {"choice": "zero3", "workload": name, "output_dir": str(tmp_path)}):
         assert "between rank 0 and rank 1; build the same module on every rank" in message
-
-
-def refusal(settings: dict[str, Any]) -> str:
-    with pytest.raises(UserError) as caught:
-        run_here(settings)
-    return str(caught.value)
