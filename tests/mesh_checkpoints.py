@@ -14,7 +14,6 @@ import ddp_lab
 import tensor_parallel
 from ddp_lab.runtime.checkpoint.state import COUNT
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import EXPERT, PIPELINE, TENSOR, Mesh, mesh_groups
 from ddp_lab.strategy.strategy import Strategy
 from pipeline_parallel.parallelize import cut_into_stages
@@ -163,12 +162,3 @@ def straight(model: str, legs: int) -> tuple[dict[str, Tensor], list[float]]:
     with strategy_on(PLACES["one rank"], model, seed=0) as strategy:
         losses = [loss for leg in range(legs) for loss in train(strategy, model, leg * STEPS)]
         return strategy.full_state_dict(), losses
-
-
-def error_of_leg(place: Place, model: str, before: Path) -> str:
-    """The message for the user when the checkpoint is loaded."""
-    try:
-        run_leg(place, model, 1, before, None)
-    except UserError as error:
-        return str(error)
-    return ""

@@ -495,12 +495,6 @@ def is_same(one: Tensor, two: Tensor) -> bool:
     return one.dtype == two.dtype and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
 
 
-def refused(case: Case) -> str:
-    with pytest.raises(UserError) as caught:
-        trained(case)
-    return str(caught.value)
-
-
 # Comparison ----------------------------------------------------------------------------------------------------------
 
 
@@ -509,7 +503,7 @@ def check(ranks: RankPool, case: Case, folder: Path | None = None) -> list[dict[
     with naming(case):
         wanted = case.refused or REFUSALS.get((case.choice, case.model.partition(",")[0]))
         if wanted:
-            for said in ranks.run(case.of.size, refused, case):
+            for said in ranks.run(case.of.size, message_of, UserError, trained, case):
                 assert wanted in said
             return []
         results, differing = zip(*ranks.run(case.of.size, outcome, case, str(folder), timeout_s=250), strict=True)

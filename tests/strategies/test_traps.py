@@ -220,12 +220,8 @@ def mistakes_are_refused_on_every_rank(ranks: RankPool, choice: str):
     check_messages(ranks, 2, refusals, choice)
 
 
-def unused_without_a_flag() -> str:
-    return message_of(UnsupportedError, build_and_step, Case("pytorch_ddp", "branching"))
-
-
 def test_pytorch_ddp_says_what_to_do_about_unused_parameters(ranks: RankPool):
-    for message in ranks.run(2, unused_without_a_flag):
+    for message in ranks.run(2, message_of, UnsupportedError, build_and_step, Case("pytorch_ddp", "branching")):
         assert "spare.weight" in message and "--find-unused-parameters" in message
 
 

@@ -44,6 +44,7 @@ from ddp_lab.runtime.groups import gather_objects
 from ddp_lab.strategy.account import cover, share
 from tests.checkpoints import here
 from tests.damage import DAMAGE, damaged_bytes
+from tests.parity import message_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -360,13 +361,8 @@ def test_links_are_not_followed(tmp_path):
 
 def refused_at_the_start(folder: Path) -> list[str]:
     """On a rank: what each way to begin a run with checkpoints in a folder says."""
-    messages = []
-    for flags in ({}, {"resume": "latest"}, {"resume": "auto"}, {"resume": str(folder)}):
-        config = RunConfig(choice="x", checkpoint_every=1, checkpoint_dir=str(folder), **flags)  # type: ignore[arg-type]
-        with pytest.raises(UserError) as error:
-            find_origin(config)
-        messages.append(str(error.value))
-    return messages
+    config = RunConfig(choice="x", checkpoint_every=1, checkpoint_dir=str(folder))
+    return [message_of(UserError, find_origin, config.but(resume=way)) for way in (None, "latest", "auto", str(folder))]
 
 
 @each_row("kind", ["a symbolic link", "a symbolic link to nothing", "a file"])

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ddp_lab.runtime.checkpoint.state import persistent_buffers
-from tests.mesh_checkpoints import PLACES, error_of_leg, run_leg, straight
+from ddp_lab.runtime.errors import UserError
+from tests.mesh_checkpoints import PLACES, run_leg, straight
 from tests.models import build
+from tests.parity import message_of
 from tests.ranks import RankPool
 from tests.runtime.checkpoint.test_files import rewrite
 
@@ -81,5 +83,6 @@ def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path):
     ranks.run(2, run_leg, PLACES["zero3 on tp=2"], "lm, gpt2", 0, None, tmp_path / "saved")
     for expected, cut in WRONG_CUTS.items():
         rewrite(tmp_path / "saved", cuts={"transformer.wte.weight": cut} if cut else {})
-        (message,) = ranks.run(1, error_of_leg, PLACES["one rank"], "lm, gpt2", tmp_path / "saved")
+        leg = PLACES["one rank"], "lm, gpt2", 1, tmp_path / "saved", None
+        (message,) = ranks.run(1, message_of, UserError, run_leg, *leg)
         assert expected in message and "\n" not in message, cut
