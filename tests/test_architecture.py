@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -53,22 +53,8 @@ def arrows(start, *ends):
     }
 
 
-def circle(graph):
-    """The modules of a circle, if there is one."""
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
 def test_modules_import_each_other_in_no_circle():
-    assert circle(GRAPH) == []
-
-
-def test_the_interface_knows_no_strategy_and_no_reader_of_traces():
-    assert arrows("ddp_lab.strategy", *STRATEGIES, "ddp_lab.analysis", "ddp_lab.planner") == set()
-    assert arrows("ddp_lab.runtime", *STRATEGIES, "ddp_lab.analysis", "ddp_lab.planner") == set()
+    TopologicalSorter(GRAPH).prepare()  # its error names them
 
 
 def below(names):

@@ -1,21 +1,15 @@
 """Checkpoints of strategies in loops that are not the runner's."""
 
-import random
-import zlib
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ddp_lab
-from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.strategy import Strategy
-from tests.damage import damaged_tensors
 from tests.models import build, make_batch
 from tests.ranks import RankPool
-from tests.runtime.checkpoint.test_files import rewrite
 from tests.tables import each_row
 
 STEPS = 2
@@ -63,39 +57,3 @@ def test_any_choice_goes_on_on_any_number_of_ranks(ranks: RankPool, tmp_path, sa
     for name, tensor in straight.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
-def said_of_damaged(folder: Path) -> list[str]:
-    """On a rank: what loading says, after each damage to the file of a rank with right checksums; empty if the state
-    is right."""
-    train(stepped := make("bucket_ddp_async", 0), 0)
-    ddp_lab.save_checkpoint(stepped, folder)
-    path, messages, right = folder / "rank_0.safetensors", [], digest(stepped)
-    whole, chance = path.read_bytes(), random.Random(7)
-    for _ in range(30):
-        content, what = damaged_tensors(whole, chance)
-        path.write_bytes(content)
-        rewrite(folder, files={path.name: {"bytes": len(content), "crc32": zlib.crc32(content)}})
-        loading = make("bucket_ddp_async", 1)
-        try:
-            ddp_lab.load_checkpoint(loading, folder)
-        except UserError as error:
-            assert "\n" not in str(error), what
-            messages.append(str(error))
-        else:
-            assert digest(loading) == right, f"{what}: another state in silence"
-            messages.append("")
-    return messages
-
-
-def digest(strategy: Strategy) -> list[Any]:
-    groups = [
-        {key: value for key, value in group.items() if key != "params"} for group in strategy.optimizer.param_groups
-    ]
-    states = [value.tolist() for state in strategy.optimizer.state.values() for value in state.values()]
-    return [groups, states, *(tensor.tolist() for tensor in strategy.full_state_dict().values())]
-
-
-def test_what_is_damaged_is_named(ranks: RankPool, tmp_path):
-    (messages,) = ranks.run(1, said_of_damaged, tmp_path / "saved")
-    assert sum(map(bool, messages)) > 20

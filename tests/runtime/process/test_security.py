@@ -1,17 +1,15 @@
-"""Nothing that a user gives or downloads is run: no pickle, no eval, no code of a model's author. Nobody else joins."""
+"""Nothing that a user gives or downloads is run: no pickle, no eval, no code of a model's author."""
 
 import ast
 import json
 import os
 import pickle
-import socket
 from pathlib import Path
 
 import pytest
 
 from ddp_lab.runtime.data.hub import load_classifier, load_tokenizer
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.process.loopback import LOOPBACK, LoopbackStore
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[3]
@@ -110,14 +108,3 @@ def test_code_of_a_model_is_not_run_and_nobody_is_asked(tmp_path, monkeypatch, p
     with pytest.raises(UserError, match="cannot be read"):
         load_classifier(str(tmp_path), None, 5) if part == "model" else load_tokenizer(str(tmp_path))
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_store_on_loopback_is_not_reached_from_elsewhere():
-    """127.0.0.2 is this machine, too, but another address: a connection to it is refused. A whole sweep is tested in
-    `tests/scripts/test_sweep.py`."""
-    store = LoopbackStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    other = LoopbackStore(LOOPBACK, store.port)
-    other.set("said", "so")
-    assert store.get("said") == b"so"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", store.port), timeout=5)
