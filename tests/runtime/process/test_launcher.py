@@ -53,7 +53,6 @@ def test_a_task_of_srun():
         {**STEP, "SLURM_PTY_PORT": "4000", "SLURM_STEP_NUM_TASKS": "1"},  # a shell by `srun --pty`
         {**STEP, "SLURM_STEP_ID": "4294967290"},  # a shell by `salloc`
         {**STEP, **TORCHRUN},
-        {**SBATCH, **TORCHRUN},
         {**MPIRUN, **TORCHRUN},
     ],
 )
