@@ -11,20 +11,14 @@ PAGES = Path(__file__).parents[1] / "docs" / "how-it-works"
 PAPER = re.compile(r"^## Papers?\b[^#]*\b(19|20)\d\d\b|^- Papers?: .*\b(19|20)\d\d\b", re.MULTILINE)
 
 
-def hand_written():
-    """The choices whose code is in this repository's ddp/ and sharding/, one name for each class."""
-    registries = {folder: family.registry for folder, family in FAMILIES.items()}
-    return [
-        choice
-        for folder, registry in registries.items()
-        for choice in registry.sentences
-        if registry.location(choice).startswith(f"{folder}.")
-    ]
-
-
 def test_every_hand_written_choice_has_a_whole_page():
     """Or a section of the page on data parallelism, whose table has the figures of all."""
-    choices = hand_written()
+    choices = [
+        choice
+        for folder, family in FAMILIES.items()
+        for choice in family.registry.sentences
+        if family.registry.location(choice).startswith(f"{folder}.")
+    ]
     assert len(choices) >= 9
     index = (PAGES / "README.md").read_text()
     replicated = (PAGES / "data_parallel.md").read_text()

@@ -39,7 +39,11 @@ def test_each_mistake_is_one_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = {more: [*shlex.split(group["command"]), *shlex.split(more)] for more in group["says"]}
     if group.get("before_torch"):
-        answers = answers_before_torch([*lines.values()])
+        environ = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", TRY, json.dumps([*lines.values()])]
+        of_process = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        assert of_process.returncode == 0, of_process.stderr
+        answers = [json.loads(line) for line in of_process.stdout.splitlines()]
     else:
         nobody = mock.Mock(side_effect=AssertionError("it trains"))
         with mock.patch("ddp_lab.sweep.passes.start_ranks", nobody):
@@ -75,12 +79,4 @@ for line in json.loads(sys.argv[1]):
         said.append((code, out.getvalue(), error.getvalue()))
     print(json.dumps(said))
 """
-
-
-def answers_before_torch(lines):
-    """In a process of their own: what a rank says, and the command that starts ranks."""
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", TRY, json.dumps(lines)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+"""In a process of its own: what a rank says, and the command that starts ranks."""

@@ -15,17 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankPool
+from tests.scripts.test_command_line import ROOT, TORCHRUN
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-
-
-def run_example(name: str, folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", EXAMPLES / name]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, timeout=240)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    return done.stdout.decode()
 
 
 def plain_loop(folder: Path) -> str:
@@ -53,8 +45,11 @@ def test_a_plain_loop_learns_and_saves(ranks: RankPool, tmp_path):
 def test_the_turned_over_script_learns_and_saves(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
-    said = run_example("fine_tune.py", tmp_path, "--choice", "zero3", "--output-dir", "tuned")
-    last = float(re.findall(r"accuracy ([\d.]+)%", said)[-1])
+    command = [*TORCHRUN, "--nproc_per_node=2", EXAMPLES / "fine_tune.py", "--choice", "zero3", "--output-dir", "tuned"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = float(re.findall(r"accuracy ([\d.]+)%", done.stdout)[-1])
     assert last > 90
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned").eval()
     rows = torch.randint(8, 100, (40, 16))  # without a 7

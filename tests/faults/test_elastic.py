@@ -24,11 +24,6 @@ FLAGS = ["--ddp-choice", "zero2", "--workload", "mlp", "--depth", "8", "--width"
 FLAGS += ["--eval-samples", "4", "--epochs", "1000", "--no-profile", "--checkpoint-every", "20", "--resume", "auto"]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint; 0 if there is none."""
     return max((int(path.name.removeprefix("step_")) for path in folder.glob("checkpoints/zero2/step_*")), default=0)
@@ -56,7 +51,9 @@ def node(name: str, port: int, is_host: bool, folder: Path) -> Iterator[subproce
 
 @pytest.mark.slow
 def test_a_node_is_lost_and_one_joins(ranks: RankPool, tmp_path):
-    mark, port = f"elastic-{os.getpid()}-{tmp_path.name}", free_port()
+    mark = f"elastic-{os.getpid()}-{tmp_path.name}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
 
     def said() -> str:
         return (tmp_path / "output").read_text()

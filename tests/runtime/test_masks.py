@@ -9,6 +9,7 @@ from transformers import masking_utils as masks
 from ddp_lab.runtime.data.masks import read_no_masks, without_useless_mask
 
 PATCHED = ("fast_all", "find_packed_sequence_indices", "_ignore_bidirectional_mask_sdpa")
+ORIGINAL = {name: getattr(masks, name) for name in PATCHED}
 
 
 class CountReads(TorchDispatchMode):
@@ -24,13 +25,10 @@ class CountReads(TorchDispatchMode):
 @pytest.fixture
 def plain_transformers(monkeypatch):
     """transformers as it is without `read_no_masks`; afterwards as it was before the test."""
-    plain = {name: ORIGINAL[name] for name in PATCHED}
-    for name, function in plain.items():
+    for name, function in ORIGINAL.items():
         monkeypatch.setattr(masks, name, function)
-    return
 
 
-ORIGINAL = {name: getattr(masks, name) for name in PATCHED}
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 

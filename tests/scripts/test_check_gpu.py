@@ -25,8 +25,8 @@ from tests.on_gpu.place import Place
 from tests.tables import each_row
 
 
-def place(folder, ranks=2, has_gpus=False, **more):
-    return Place(ranks, has_gpus, folder, is_quick=True, **more)
+def place(folder, has_gpus=False, **more):
+    return Place(2, has_gpus, folder, is_quick=True, **more)
 
 
 def test_the_page_tells_what_a_failed_command_said(tmp_path):
