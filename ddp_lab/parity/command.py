@@ -106,7 +106,8 @@ def train_and_compare(options: argparse.Namespace, flags: Sequence[str]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
             with asking(Asked(str(folder), options.steps, name == "yardstick", degrees if name == "b" else {})):
                 train(of_run, size, root / "run")
-            tell(f"{of_run.label} on {size} {'rank' if size == 1 else 'ranks'} is recorded")
+            rounding = " with other rounding, as the yardstick" if name == "yardstick" else ""
+            tell(f"{of_run.label} on {size} {'rank' if size == 1 else 'ranks'} is recorded{rounding}")
     named = f"{options.against} on {ranks} ranks" if options.against else "one process"
     notes = [f"{config.label} on {ranks} ranks against {named}, {options.steps} steps, dropout 0"]
     return answer_of(root / "a", root / "b", root / "yardstick", root, notes)
