@@ -34,7 +34,7 @@ class Hooks(ABC):
     """Whether reductions average gradients in `forward_backward` too, as PyTorch DDP's do. Default: there they sum, and
     losses are weighted before."""
     reduces_in_backward = False
-    """Declares that the strategy's own hooks reduce gradients while backward goes on. A parameter must then get only one
+    """Declares that hooks of the strategy reduce gradients while backward goes on. A parameter must then get only one
     in a micro-batch. It decides no timing."""
     reduces_every_micro_batch = False
     """Whether gradients are reduced at every micro-batch. Default: at the last one of a step."""
