@@ -163,7 +163,7 @@ def test_every_column_is_documented(tmp_path):
 
 
 def test_columns_change_with_the_version_of_the_schema():
-    """If this fails, raise `version` in columns.toml, say in docs/csv-columns.md what changed, and put the hash here."""
+    """If this fails, raise `version` in columns.toml, say in docs/csv-columns.md what changed, put the hash here."""
     names = {name: list(columns) for name, columns in CSV_COLUMNS.items()}
     found = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
     assert (SCHEMA_VERSION, found) == (11, "0150b2fa0aba")
