@@ -4,6 +4,9 @@ Every rank holds the whole model and computes gradients from its own samples. Wh
 all-reduced, one after the other, and all ranks then take the same optimizer step. With P parameters and K
 micro-batches a step, every rank puts K all-reduces of each gradient on the wire, 2(N-1)/N * K * P elements in all, and
 nothing computes meanwhile: communication is fully exposed. This is the yardstick that all the others improve on.
+
+In a pipeline, backward of a micro-batch has a pass for each of the rank's stages. There gradients are reduced once,
+when the step's last pass is done.
 """
 
 from dataclasses import replace
@@ -22,8 +25,16 @@ class SimpleDDP(ReplicatedStrategy):
     reduces_every_micro_batch = True  # `simple_ddp_ga` is the one that waits for the last
 
     def after_backward(self) -> None:
+        if not self.is_in_pipeline:
+            self.reduce_gradients()
+
+    def finish_gradient_synchronization(self) -> None:
+        if self.is_in_pipeline:
+            self.reduce_gradients()
+
+    def reduce_gradients(self) -> None:
         for parameter in self.trainable.values():
             self.all_reduce(gradient_of(parameter), group=self.group_of(parameter))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces(list(self.trainable.values()) * micro_batches)
+        return self.gradient_all_reduces(list(self.trainable.values()) * (1 if self.is_in_pipeline else micro_batches))
