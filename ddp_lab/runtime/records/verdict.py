@@ -14,7 +14,6 @@ WORTH_NAMING, NEAR = 0.1, 0.9
 """Of a step; of the memory that a rank may hold."""
 BUSY = 0.25
 """Of a step, in which a training thread has no core: with more, communication cannot be told from the load."""
-REPORT = "ddp-lab report on the traces"
 
 
 class Finding(NamedTuple):
@@ -47,16 +46,17 @@ def judged(record: Row, rows: Sequence[Row]) -> list[Finding]:
         text = "withheld: ranks share a GPU, so times are not those of as many GPUs"
         return [Finding(0, text, "a GPU for each rank")]
     core = max(row["core_s"] / row["step_s"] for row in rows)
-    limits = [*late(rows), *on_gpu(rows), *on_cpu(rows, core)]
+    report = "ddp-lab report on the traces" if not record["config"]["no_profile"] else "a run without --no-profile"
+    limits = [*late(rows, report), *on_gpu(rows), *on_cpu(rows, core)]
     limits = sorted((finding for finding in limits if finding.share >= max(WORTH_NAMING, core)), reverse=True)
     if limits or core < BUSY:
-        return limits or [nothing(record, rows, core)]
+        return limits or [nothing(rows, core, report)]
     text = f"withheld: a training thread could run but had no core for {core:.0%} of a step; "
     text += f"the machine is busy, or has too few cores for {len(rows)} ranks"
     return [Finding(0, text, "again without other programs, or with fewer ranks than cores")]
 
 
-def late(rows: Sequence[Row]) -> Iterator[Finding]:
+def late(rows: Sequence[Row], report: str) -> Iterator[Finding]:
     """The rank for which the others wait; its own lateness counts as far as no other rank comes near it."""
     timed = sorted((row for row in rows if row["late_s"] is not None), key=lambda row: row["late_s"])
     if len(timed) < 2:
@@ -64,7 +64,7 @@ def late(rows: Sequence[Row]) -> Iterator[Finding]:
     worst, late_s = timed[-1], timed[-1]["late_s"]
     text = f"rank {worst['rank']} is a straggler: it comes last, by {part(late_s, worst)}"
     longer_s = worst["data_s"] - max(row["data_s"] for row in timed[:-1])
-    advice = f"the report shows what rank {worst['rank']} did meanwhile: {REPORT}"
+    advice = f"{report}: its page shows what rank {worst['rank']} does meanwhile"
     if longer_s >= late_s / 2:
         text += f", and loads data {1000 * longer_s:,.0f} ms longer"
         advice = f"look at the samples and the disk of rank {worst['rank']}"
@@ -82,7 +82,7 @@ def on_cpu(rows: Sequence[Row], core: float) -> Iterator[Finding]:
             f"exposed communication: waiting in collectives takes {part(least['collectives_s'], least)}, even on rank "
         )
         text += f"{least['rank']}, which waits least"
-        advice = "a strategy that overlaps or sends less (ddp-lab sweep compares them), or more --grad-accum-steps"
+        advice = "a larger --global-batch-size, or another strategy (ddp-lab sweep compares them)"
         yield Finding(share(least, "collectives_s"), text, advice)
 
 
@@ -119,7 +119,7 @@ def near_limit(memory: Sequence[Row]) -> Iterator[Finding]:
         yield Finding(0, text, advice)
 
 
-def nothing(record: Row, rows: Sequence[Row], core: float) -> Finding:
+def nothing(rows: Sequence[Row], core: float, report: str) -> Finding:
     """No part but compute is worth naming, as far as is known."""
     clauses = [f"loading data takes at most {max(share(row, 'data_s') for row in rows):.0%}"]
     if all(row["late_s"] is not None for row in rows) and len(rows) > 1:
@@ -137,8 +137,7 @@ def nothing(record: Row, rows: Sequence[Row], core: float) -> Finding:
         clauses.append(f"waiting in collectives takes {sent:.0%} on the rank that waits least")
     if core >= WORTH_NAMING:
         clauses.append(f"a thread had no core for {core:.0%}, which may explain what is shorter")
-    advice = REPORT if not record["config"]["no_profile"] else "a profile (without --no-profile) and its report"
-    return Finding(0, "; ".join([what, *clauses]), advice)
+    return Finding(0, "; ".join([what, *clauses]), report)
 
 
 def share(row: Row, name: str) -> float:

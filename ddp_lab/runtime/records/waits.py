@@ -50,7 +50,7 @@ def arrivals(result: TrainingResult, steps: Sequence[int], calls: Sequence[Call]
 
 def lateness(ranks: Sequence[Mapping[Place, float]], hosts: Sequence[str]) -> list[float | None]:
     """For each rank, the longest time in a step by which it came last to a collective, after the middle one of the
-    other ranks: mean over steps, in seconds. A step ends with a collective of all, so a delay counts in its own step
+    other ranks: median over steps, in seconds. A step ends with a collective of all, so a delay counts in its own step
     alone.
 
     Clocks of several hosts cannot be compared; then all is None, as with fewer than `FEWEST_STEPS`.
@@ -64,4 +64,4 @@ def lateness(ranks: Sequence[Mapping[Place, float]], hosts: Sequence[str]) -> li
             by_rank[rank] = max(by_rank[rank], last_s - statistics.median_high(earlier_s))
     if len(set(hosts)) > 1 or len(latest) < FEWEST_STEPS:
         return [None] * len(ranks)
-    return [statistics.fmean(of_rank) for of_rank in zip(*latest.values(), strict=True)]
+    return [statistics.median(of_rank) for of_rank in zip(*latest.values(), strict=True)]

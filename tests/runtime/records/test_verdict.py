@@ -90,8 +90,9 @@ ROWS = [
     (record(row(device=4, data=50), row(1, device=9, data=40)), "input-bound: loading data takes 40 ms", "ready"),
     (record(row(data=50), row(1, data=40)), "GPU-bound", "ddp-lab report"),  # hidden behind the GPU's work
     (record(row(**CPU), row(1, **CPU)), "compute-bound; loading data takes at most 1%", "ddp-lab report"),
-    (record(row(collectives=60, **CPU), row(1, collectives=34, **CPU)), "exposed communication: ", "--grad-accum"),
+    (record(row(collectives=60, **CPU), row(1, collectives=34, **CPU)), "exposed communication: ", "--global-batch"),
     (record(row(collectives=90, **CPU), row(1, late=80, **CPU)), "rank 1 is a straggler: it comes last", "rank 1"),
+    (record(row(), row(1, late=80), config={"no_profile": True}), "rank 1 is a straggler", "without --no-profile"),
     (record(row(late=30, **CPU), row(1, late=33, **CPU)), "compute-bound", "report"),  # now one, now the other
     (record(row(core=30, collectives=40, **CPU), row(1, collectives=40, **CPU)), "withheld: a training", "fewer"),
     (record(row(core=30, data=70, **CPU), row(1, data=70, **CPU)), "input-bound", "ready"),  # the load explains less
@@ -114,5 +115,7 @@ def test_lateness_counts_once_a_step_and_on_one_host_alone():
     when = [{(step, "ranks 0-2", seq): 100.0 * step + seq + 3 * (rank == 2) for step in range(3) for seq in (1, 2)}
             for rank in range(3)]  # fmt: skip
     assert lateness(when, ["a"] * 3) == [0, 0, 3]
+    pause = [calls | {(0, "ranks 0-2", 1): 1.0 + 60 * (rank == 0)} for rank, calls in enumerate(when)]
+    assert lateness(pause, ["a"] * 3) == [0, 0, 3], "one pause of rank 0 is no habit"
     assert lateness(when, ["a", "a", "b"]) == [None] * 3
     assert lateness([{call: s for call, s in calls.items() if call[0] < 2} for calls in when], ["a"] * 3) == [None] * 3
