@@ -1,8 +1,8 @@
 """ZeRO-2: as ZeRO-1, and a full gradient lives only until its bucket is reduced.
 
 After the reduce-scatter a rank needs nothing but its shard of the sum, so the full bucket is freed. At rest gradients
-then take P / N elements. Their peak is that shard and three buckets: one that fills while the two before it are being
-reduced; or its gradients, the bucket to which they are copied together, and the one before.
+then take P / N elements. At the peak there are three full buckets beside this shard: one fills, and two are being
+reduced. Before a full bucket is copied together and sent, the older of the two is done, so there are never four.
 
 With several micro-batches a step, each one is reduced and added to the shard. To wait for the last one would mean to
 hold full gradients again. So K micro-batches send K reduce-scatters and one all-gather, (K + 1)(N-1)/N * P elements on
