@@ -4,9 +4,6 @@ Every rank holds the whole model and computes gradients from its own samples. Wh
 all-reduced, one after the other, and all ranks then take the same optimizer step. With P parameters and K
 micro-batches a step, every rank puts K all-reduces of each gradient on the wire, 2(N-1)/N * K * P elements in all, and
 nothing computes meanwhile: communication is fully exposed. This is the yardstick that all the others improve on.
-
-In a pipeline, backward of a micro-batch has a pass for each of the rank's stages. There gradients are reduced once,
-when the step's last pass is done.
 """
 
 from dataclasses import replace
@@ -24,17 +21,29 @@ class SimpleDDP(ReplicatedStrategy):
     supports = replace(ReplicatedStrategy.supports, experts=True)
     reduces_every_micro_batch = True  # `simple_ddp_ga` is the one that waits for the last
 
+    @classmethod
+    def in_stages(cls) -> type[ReplicatedStrategy]:
+        return SimpleDDPInStages
+
     def after_backward(self) -> None:
-        if not self.is_in_pipeline:
-            self.reduce_gradients()
-
-    def finish_gradient_synchronization(self) -> None:
-        if self.is_in_pipeline:
-            self.reduce_gradients()
-
-    def reduce_gradients(self) -> None:
         for parameter in self.trainable.values():
             self.all_reduce(gradient_of(parameter), group=self.group_of(parameter))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces(list(self.trainable.values()) * (1 if self.is_in_pipeline else micro_batches))
+        return self.gradient_all_reduces(list(self.trainable.values()) * micro_batches)
+
+
+class SimpleDDPInStages(SimpleDDP):
+    """In a pipeline, backward of a micro-batch has one or two passes for each stage of the rank. So gradients are
+    reduced once, after the last pass of the step."""
+
+    reduces_every_micro_batch = False
+
+    def after_backward(self) -> None:
+        pass
+
+    def finish_gradient_synchronization(self) -> None:
+        super().after_backward()
+
+    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
+        return super().expected_gradient_traffic(1)
