@@ -49,8 +49,8 @@ def test_interval_sets_against_brute_force(first, second):
     assert moments(merged) == moments(first)
     assert (merged[1:, 0] > merged[:-1, 1]).all()
     assert intervals.length(first) == len(moments(first))
-    other = intervals.union(second)
-    assert moments(intervals.minus(merged, other)) == moments(first) - moments(second)
+    removed = intervals.union(second)
+    assert moments(intervals.minus(merged, removed)) == moments(first) - moments(second)
     assert moments(intervals.clip(first, 5, 20)) == moments(first) & set(range(5, 20))
 
 
@@ -123,8 +123,8 @@ def not_shown(page, table):
         shown.setdefault(column, set()).add(html.unescape(value))
     rows = list(csv.DictReader(table.open()))
     for row in rows:
-        known = {name: value for name, value in row.items() if value and name in shown}
-        assert {name: value for name, value in known.items() if value not in shown[name]} == {}
+        values = {name: value for name, value in row.items() if value and name in shown}
+        assert {name: value for name, value in values.items() if value not in shown[name]} == {}
     return set(rows[0]) - set(shown)
 
 
@@ -165,7 +165,7 @@ def test_every_column_is_documented(tmp_path):
 def test_columns_change_with_the_version_of_the_schema():
     """If this fails, raise `version` in columns.toml, say in docs/csv-columns.md what changed, put the hash here."""
     names = {name: list(columns) for name, columns in CSV_COLUMNS.items()}
-    found = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
-    assert (SCHEMA_VERSION, found) == (11, "0150b2fa0aba")
+    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
+    assert (SCHEMA_VERSION, digest) == (11, "0150b2fa0aba")
     text = (DOCS / "csv-columns.md").read_text()
     assert f"Schema version {SCHEMA_VERSION}." in text and f"\n| {SCHEMA_VERSION} | " in text

@@ -32,27 +32,27 @@ def good(kind, rank):
     trace = cpu_trace(rank) if kind == "cpu" else cuda_trace(rank, **CALL)
     if kind == "cuda":
         trace["traceEvents"].append(event("cuda_runtime", "cudaMemsetAsync", -50, 1, correlation=0))
-    for each in trace["traceEvents"]:
-        each["ts"] += BEGAN
+    for span in trace["traceEvents"]:
+        span["ts"] += BEGAN
     return trace
 
 
 def of(trace, *names):
-    return [each for each in trace["traceEvents"] if any(name in each["name"] for name in names)]
+    return [span for span in trace["traceEvents"] if any(name in span["name"] for name in names)]
 
 
 def without(trace, events):
-    trace["traceEvents"] = [each for each in trace["traceEvents"] if not any(each is other for other in events)]
+    trace["traceEvents"] = [span for span in trace["traceEvents"] if not any(span is removed for removed in events)]
 
 
 def shifted(events, by):
-    for each in events:
-        each["ts"] += by
+    for span in events:
+        span["ts"] += by
 
 
 def launches_of(trace, name):
-    links = {each["args"]["correlation"] for each in of(trace, name)}
-    return [each for each in of(trace, "Launch") if each["args"]["correlation"] in links]
+    links = {span["args"]["correlation"] for span in of(trace, name)}
+    return [span for span in of(trace, "Launch") if span["args"]["correlation"] in links]
 
 
 def without_nccl(trace):
@@ -67,7 +67,7 @@ OF_CPU = {
     "an operator across another": (lambda t: shifted(of(t, "mm")[:1], 250), "end after it"),
     "fewer collectives": (lambda t: without(t, of(t, "allreduce_")[:1] + of(t, "gloo:")[:1]), "1 of rank 0, 0 of"),
     "a span of Gloo": (lambda t: without(t, of(t, "gloo:")[:1]), r"Gloo ran are not in it \(1\)"),
-    "another unit": (lambda t: [each.update(ts=each["ts"] * 1e3, dur=each["dur"] * 1e3) for each in of(t, "")], "unit"),
+    "another unit": (lambda t: [span.update(ts=span["ts"] * 1e3, dur=span["dur"] * 1e3) for span in of(t, "")], "unit"),
     "a clock that jumps": (lambda t: shifted([e for e in of(t, "") if e["ts"] > BEGAN + 1500], 400), "between steps"),
 }
 OF_DEVICE = {
@@ -106,12 +106,12 @@ ALL = [(kind, case) for kind, of_kind in WRONG.items() for case in of_kind]
 @pytest.mark.parametrize("cases", [ALL[1::3], pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_what_is_wrong_is_said_in_one_line(tmp_path, cases):
     for kind, case in cases:
-        change, said = WRONG[kind][case]
+        change, message = WRONG[kind][case]
         try:
             doubts = analyse_window(find_windows(written(tmp_path / case, kind, change))[0]).doubts
         except UserError as error:
             doubts = [str(error)]
-        assert sum(bool(re.search(said, line)) for line in doubts) == 1 and len(doubts) < 4, (case, doubts)
+        assert sum(bool(re.search(message, line)) for line in doubts) == 1 and len(doubts) < 4, (case, doubts)
 
 
 def test_it_is_on_the_page_and_in_the_terminal(tmp_path, capsys):
@@ -121,17 +121,17 @@ def test_it_is_on_the_page_and_in_the_terminal(tmp_path, capsys):
         without(trace, launches_of(trace, "nccl")[rank:])
         write(tmp_path / "profile" / "x" / f"rank{rank}.pt.trace.json", trace)
     assert main("reports", ["--trace-dir", str(tmp_path / "profile" / "x")]) == 0
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert "kernels whose launch is missing (3) count" in said and said.endswith("(2 traces are like this)")
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert "kernels whose launch is missing (3) count" in warning and warning.endswith("(2 traces are like this)")
     assert "Doubtful: " in (tmp_path / "reports" / "x" / "summary.html").read_text()
 
 
 def test_a_device_whose_clock_is_behind_is_set(tmp_path):
     """By 400 us; set by 350, since kernels begin 50 us after their launch."""
-    whole = figures(written(tmp_path / "whole", "cuda", lambda trace: None))[0]
+    unchanged = figures(written(tmp_path / "whole", "cuda", lambda trace: None))[0]
     set_right = figures(written(tmp_path / "behind", "cuda", OF_DEVICE["a device's clock"][0]))[0]
     early = figures(written(tmp_path / "early", "cuda", lambda t: shifted(of(t, "gemm", "add", "nccl"), -50)))[0]
-    assert set_right == early != whole
+    assert set_right == early != unchanged
 
 
 def test_a_start_that_a_busy_cpu_records_late_is_no_fault(tmp_path):
@@ -161,36 +161,36 @@ def mutated(kind, seed):
         if chance.random() < 0.2:
             chance.choice([*WRONG[kind].values()])[0](trace)
             return
-        one = chance.choice(trace["traceEvents"])
-        some = of(trace, one["name"]) if chance.random() < 0.3 else [one]
-        leaves_no_sign = one["name"].startswith(("aten::", "backward", "cudaMemset"))
-        how = chance.choice(["ts", "dur", "again", *["gone"] * (not leaves_no_sign)])
-        if how == "gone":
-            without(trace, some)
-        elif how == "again":
-            trace["traceEvents"] += json.loads(json.dumps(some))
+        chosen = chance.choice(trace["traceEvents"])
+        spans = of(trace, chosen["name"]) if chance.random() < 0.3 else [chosen]
+        leaves_no_sign = chosen["name"].startswith(("aten::", "backward", "cudaMemset"))
+        damage = chance.choice(["ts", "dur", "again", *["gone"] * (not leaves_no_sign)])
+        if damage == "gone":
+            without(trace, spans)
+        elif damage == "again":
+            trace["traceEvents"] += json.loads(json.dumps(spans))
         else:
-            values = [None, "x", 1e300, -1e300, -1, 2**70, [], *[0] * (how == "ts" or "aten" not in one["name"])]
+            values = [None, "x", 1e300, -1e300, -1, 2**70, [], *[0] * (damage == "ts" or "aten" not in chosen["name"])]
             value = chance.choice(values)
-            for each in some:
-                each[how] = value
+            for span in spans:
+                span[damage] = value
 
     return change
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_no_figure_changes_without_a_word(tmp_path, count):
-    whole = {kind: figures(written(tmp_path / kind, kind, lambda trace: None)) for kind in ("cpu", "cuda")}
-    assert whole["cpu"][1] == whole["cuda"][1] == []
+    unchanged = {kind: figures(written(tmp_path / kind, kind, lambda trace: None)) for kind in ("cpu", "cuda")}
+    assert unchanged["cpu"][1] == unchanged["cuda"][1] == []
 
     @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(("cpu", "cuda")), st.integers(0, 2**32))
     def check(kind, seed):
         try:
-            found, doubts = figures(written(tmp_path / "changed", kind, mutated(kind, seed)))
+            text, doubts = figures(written(tmp_path / "changed", kind, mutated(kind, seed)))
         except UserError as error:
             assert "\n" not in str(error)
         else:
-            assert doubts or found == whole[kind][0]
+            assert doubts or text == unchanged[kind][0]
 
     check()

@@ -113,7 +113,7 @@ def reduce_late(folder: str, late: int, delay_s: float):
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=schedule(wait=0, warmup=1, active=6),
-        on_trace_ready=lambda it: it.export_chrome_trace(f"{folder}/rank_{rank}.json"),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(f"{folder}/rank_{rank}.json"),
         record_shapes=True,
     ) as profiler:
         for _ in range(7):

@@ -30,7 +30,7 @@ def traced(ms, calls, exposed=0.2):
     return Traced(table, {1: steps}, pd.DataFrame(columns=["result", "subject"]), None, 0)  # type: ignore[arg-type]
 
 
-ZEROS = [f"{kind}_{what}_per_step" for kind in LABELS if kind != "all_reduce" for what in ("calls", "bytes")]
+ZEROS = [f"{kind}_{quantity}_per_step" for kind in LABELS if kind != "all_reduce" for quantity in ("calls", "bytes")]
 ZEROS += ["compute_pct", "non_compute_pct", "idle_pct", "overlap_pct"]
 
 
@@ -58,20 +58,20 @@ def test_more_runs_tell_more():
     """A tenth more is not known of one run a side, and is of three; unless they, or earlier ones, differ by as much."""
     times, earlier = ([0.1, 0.101, 0.099], [0.11, 0.111, 0.109]), [timed("a", 0.1), timed("a", 0.12), timed("a", 0.14)]
     old, new = ([Run(timed("a", seconds), None) for seconds in side] for side in times)
-    for one, other, before, result in (
+    for baselines, runs, history, result in (
         (old[:1], new[:1], [], "not known"),
         (old, new, [], "worse"),
         (old, new, earlier, "not known"),
         ([*old, Run(timed("a", 0.13), None)], new, [], "not known"),
     ):
-        assert by_figure(one, other, before)["step time"]["result"] == result
+        assert by_figure(baselines, runs, history)["step time"]["result"] == result
 
 
 def test_what_does_not_differ_and_what_cannot_be_known():
     """Without traces, and with few steps."""
-    same, wobbly = Run(timed("a", 0.1), None), Run(timed("a", 0.1, 0.01), None)
-    assert by_figure(same, same)["step time"]["result"] == by_figure(same, same)["throughput"]["result"] == "equal"
-    row = by_figure(same, wobbly)["step time"]
+    flat, wobbly = Run(timed("a", 0.1), None), Run(timed("a", 0.1, 0.01), None)
+    assert by_figure(flat, flat)["step time"]["result"] == by_figure(flat, flat)["throughput"]["result"] == "equal"
+    row = by_figure(flat, wobbly)["step time"]
     assert row["result"] == "not known" and row["interval_low"] < 0 < row["interval_high"]
     rows = by_figure(Run(record("a", 0.1), None), Run(record("a", 0.2), None))
     assert rows["step time"]["change_pct"] == pytest.approx(100)
@@ -87,10 +87,10 @@ def test_parts_of_a_step_are_tested_by_run_and_calls_are_counted():
         [Run(timed("a", 0.1), traced([length + more for length in lengths], calls)) for more in side]
         for side, calls in (((0, 0.01, 0.02), 3), ((2, 2.01, 2.02), 4))
     )
-    for one, other, result in ((old[:1], new[:1], "not known"), (old, new, "worse")):
-        rows = by_figure(one, other)
+    for baselines, runs, result in ((old[:1], new[:1], "not known"), (old, new, "worse")):
+        rows = by_figure(baselines, runs)
         step, transfer = rows["profiled step"], rows["exposed transfer"]
-        mean = np.mean(lengths) + (0.01 if len(one) > 1 else 0)
+        mean = np.mean(lengths) + (0.01 if len(baselines) > 1 else 0)
         assert (step["baseline"], step["change"], transfer["change"]) == pytest.approx((mean, 2.0, 0.4))
         assert [step["change_pct"], transfer["change_pct"]] == pytest.approx([200 / mean] * 2)
         assert step["result"] == transfer["result"] == result and rows["exposed copies"]["result"] == "equal"
@@ -108,12 +108,12 @@ def run_in(folder, run_id, content, calls=1):
     """A run of `cpu_trace` as training leaves it; of `calls`, one is the trace's own and one more may be planted."""
 
     def trace(rank):
-        made = cpu_trace(rank)
-        again = [
-            {**event, "ts": event["ts"] + 310} for event in made["traceEvents"] if "allreduce" in event["name"] or
+        plain = cpu_trace(rank)
+        repeated = [
+            {**event, "ts": event["ts"] + 310} for event in plain["traceEvents"] if "allreduce" in event["name"] or
             "gloo:" in event["name"]
         ]  # fmt: skip
-        return {**made, "traceEvents": made["traceEvents"] + again * (calls - 1)}
+        return {**plain, "traceEvents": plain["traceEvents"] + repeated * (calls - 1)}
 
     write_run(folder, trace, run_id)
     config = {**content["config"], "no_profile": False}
@@ -148,11 +148,11 @@ def test_changes_of_two_runs(zero3):
 
 
 def test_runs_from_elsewhere_and_without_traces(zero3, tmp_path):
-    other = run_in(tmp_path / "kept" / "zero3", OLD, timed("zero3", 0.2))
+    record_path = run_in(tmp_path / "kept" / "zero3", OLD, timed("zero3", 0.2))
     untraced = record_of_eight_steps("zero3", 0.1) | {"run_id": "later", "eval": None}
     untraced["config"] |= {"no_profile": True, "no_eval": True}
     write(zero3 / "later.run.json", untraced)
-    arguments = ["--baseline", str(other), "--run", "later", "--output-dir", str(tmp_path / "out")]
+    arguments = ["--baseline", str(record_path), "--run", "later", "--output-dir", str(tmp_path / "out")]
     answer = compare_runs(str(zero3), *arguments)
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
     table = pd.read_csv(tmp_path / "out" / "reports_sharding" / "zero3" / "changes.csv").set_index("figure")

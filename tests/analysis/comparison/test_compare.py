@@ -76,7 +76,7 @@ def test_a_busy_machine_makes_a_verdict_less_sure():
 
 def in_passes(choice, *seconds):
     """A choice whose passes of 20 steps took so long a step."""
-    runs = {number: timed(choice, each, steps=20) for number, each in enumerate(seconds, 1)}
+    runs = {number: timed(choice, step_s, steps=20) for number, step_s in enumerate(seconds, 1)}
     return with_passes(runs[1], runs)
 
 
@@ -92,21 +92,21 @@ BY_PASSES = {
 
 @each_row("case", BY_PASSES)
 def test_a_verdict_is_what_every_pass_says_on_an_equal_machine(case):
-    reference, other, judged, by_pass, said = BY_PASSES[case]
-    records = {"a": in_passes("a", *reference), "b": in_passes("b", *other)}
+    reference, candidate, verdict, by_pass, sentence = BY_PASSES[case]
+    records = {"a": in_passes("a", *reference), "b": in_passes("b", *candidate)}
     records["c"] = in_passes("c", *(2 * seconds for seconds in reference))
     table = comparison(records, {}, "a").set_index("choice")
-    assert table.loc["b", ["verdict", "step_time_ratio_by_pass"]].tolist() == [judged, by_pass]
+    assert table.loc["b", ["verdict", "step_time_ratio_by_pass"]].tolist() == [verdict, by_pass]
     line = unsteady(records, "a")
-    assert said in line and bool(line) == bool(said)
+    assert sentence in line and bool(line) == bool(sentence)
 
 
 def test_a_machine_that_changed_is_named_and_nothing_is_claimed(tmp_path):
     records = {"pytorch_ddp": in_passes("pytorch_ddp", 0.5, 0.5), "b": in_passes("b", 0.09, 0.45)}
-    found = Compared(records, {}, "pytorch_ddp", [], [])
-    text = write_comparison(found, tmp_path).read_text()
+    compared_runs = Compared(records, {}, "pytorch_ddp", [], [])
+    text = write_comparison(compared_runs, tmp_path).read_text()
     assert "No strategy wins" in text and text.count("The machine changed") == 1
-    assert not any(claim in text for claim in ("is fastest", "Believe")) and found.unsteady[0] in text
+    assert not any(claim in text for claim in ("is fastest", "Believe")) and compared_runs.unsteady[0] in text
 
 
 # Who wins ------------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def concluded(
     return str(outcome)
 
 
-BOTH = {"ref": SLOW_PARTS, "fast": FAST_PARTS}
+STEP = {"ref": SLOW_PARTS, "fast": FAST_PARTS}
 RUNS = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1)}
 PASSES = {"ref": in_passes("ref", 0.2, 0.2), "fast": in_passes("fast", 0.1, 0.1)}
 NO_CLAIM = ("fastest", "less", "Believe")
@@ -144,15 +144,15 @@ CONCLUSIONS = [
     # of 100.5 ms `fast` computes 0.6 and is exposed 0.3; of 201 ms `ref` computes 58 / 118, is exposed 50 / 118
     (
         RUNS | {"alike": timed("alike", 0.1001, 0.01)},
-        {"parts": BOTH, "ref": 10, "fast": 20, "alike": 20},
+        {"parts": STEP, "ref": 10, "fast": 20, "alike": 20},
         ("fast and alike are fastest", "2.00 times as fast as the reference ref", "55.0 ms less exposed",
          "38.5 ms less", "Believe it", "over 1 pass,", "0.43 to 0.59", "10.0 MiB (ref), 50 % less than fast"),
         (),
     ),
-    (PASSES, {"parts": BOTH, "equal_compute": True}, ("55.3 ms less exposed", "over 2 passes"), ("compute",)),
+    (PASSES, {"parts": STEP, "equal_compute": True}, ("55.3 ms less exposed", "over 2 passes"), ("compute",)),
     ({"ref": in_passes("ref", 0.1, 0.12), "fast": in_passes("fast", 0.11, 0.09)}, {}, ("No strategy wins",), NO_CLAIM),
-    ({"ref": timed("ref", 0.1001), "fast": timed("fast", 0.1, 0.01)}, {"parts": BOTH}, ("No strategy wins",), NO_CLAIM),
-    ({"ref": record("ref", 0.2), "fast": record("fast", 0.1)}, {"parts": BOTH}, ("Too few steps",), NO_CLAIM),
+    ({"ref": timed("ref", 0.1001), "fast": timed("fast", 0.1, 0.01)}, {"parts": STEP}, ("No strategy wins",), NO_CLAIM),
+    ({"ref": record("ref", 0.2), "fast": record("fast", 0.1)}, {"parts": STEP}, ("Too few steps",), NO_CLAIM),
     (
         {"ref": timed("ref", 0.1), "b": timed("b", 0.1), "c": timed("c", 0.2)}, {},
         ("No strategy wins: ref and b tie", "All need the same memory"), ("fastest",),
@@ -178,8 +178,8 @@ def test_a_fast_choice_that_fails_its_audit_is_suspected():
     table = comparison(RUNS, {}, "ref")
     for failures, is_sure in (([0, 2], False), ([0, 0], True)):
         table["audit_failures"] = failures
-        found = conclude(table, standings(RUNS, "fast"))
-        assert found.is_sure == is_sure and ("fast fails its audit" in found.belief) != is_sure
+        outcome = conclude(table, standings(RUNS, "fast"))
+        assert outcome.is_sure == is_sure and ("fast fails its audit" in outcome.belief) != is_sure
 
 
 # Backend classes -----------------------------------------------------------------------------------------------------
@@ -188,21 +188,21 @@ NCCL2, LEGACY = {"backend_class": "ProcessGroupNCCL2"}, {"backend_class": "Proce
 SHARED = {"gpu_sharing": "2 ranks a GPU, in turns"}
 
 
-@each_row("one, other", [(NCCL2, LEGACY), (NCCL2 | SHARED, NCCL2)])
-def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one, other):
+@each_row("setup, other_setup", [(NCCL2, LEGACY), (NCCL2 | SHARED, NCCL2)])
+def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(setup, other_setup):
     """Over torch's `nccl` the reference takes twice as long as `ours`, over the older class a quarter longer."""
     records = {
-        "ours": timed("ours", 0.1) | one,
-        "pytorch_ddp": timed("pytorch_ddp", 0.2) | one,
-        "ours@nccl-legacy": timed("ours", 0.1) | other,
-        "pytorch_ddp@nccl-legacy": timed("pytorch_ddp", 0.125) | other,
+        "ours": timed("ours", 0.1) | setup,
+        "pytorch_ddp": timed("pytorch_ddp", 0.2) | setup,
+        "ours@nccl-legacy": timed("ours", 0.1) | other_setup,
+        "pytorch_ddp@nccl-legacy": timed("pytorch_ddp", 0.125) | other_setup,
     }
     table = comparison(records, {}, "pytorch_ddp").set_index("choice")
     assert table["step_time_ratio"].tolist() == [0.5, 1.0, 0.8, 1.0]
     assert table["paired_ratio"].tolist()[::2] == [0.5, 0.8]
     assert table["verdict"].tolist() == ["faster", "reference"] * 2
-    assert table["backend_class"].tolist() == [one["backend_class"]] * 2 + [other["backend_class"]] * 2
-    assert table["gpu_sharing"].isna().tolist() == ["gpu_sharing" not in one] * 2 + [True] * 2
+    assert table["backend_class"].tolist() == [setup["backend_class"]] * 2 + [other_setup["backend_class"]] * 2
+    assert table["gpu_sharing"].isna().tolist() == ["gpu_sharing" not in setup] * 2 + [True] * 2
 
 
 # Fairness ------------------------------------------------------------------------------------------------------------
@@ -223,12 +223,12 @@ DIFFERENT = {
 @each_row("case", DIFFERENT)
 def test_runs_that_differ_stand_in_no_table(case):
     changes, expected = DIFFERENT[case]
-    said = {"host": "here", "threads": 1, "versions": {"torch": "2.15", "nccl": "2.30"}}
-    first, second = record("a", 1.0) | said, record("b", 1.0) | said
+    machine = {"host": "here", "threads": 1, "versions": {"torch": "2.15", "nccl": "2.30"}}
+    first, second = record("a", 1.0) | machine, record("b", 1.0) | machine
     assert require_comparable({"a": first, "b": second}) == []
-    other = {**second, **changes, "config": {**second["config"], **changes.get("config", {})}}
+    changed = {**second, **changes, "config": {**second["config"], **changes.get("config", {})}}
     with pytest.raises(UserError) as caught:
-        require_comparable({"a": first, "b": other})
+        require_comparable({"a": first, "b": changed})
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -237,8 +237,8 @@ def test_a_run_over_another_link_is_told_apart():
     runs = {name: record(name, 1.0) for name in "abc"}
     for name in "ac":
         runs[name]["config"]["link"] = "1gbit"
-    kept, line = with_one_link(runs)
-    assert list(kept) == ["a", "c"]
+    comparable, line = with_one_link(runs)
+    assert list(comparable) == ["a", "c"]
     assert line == "left out, since their links are not those of the other runs (--link 1gbit): b (--link none)"
     del runs["c"]
     assert with_one_link(runs) == (runs, "") and with_one_link({}) == ({}, "")
@@ -250,9 +250,9 @@ def test_what_may_differ_is_named_and_says_what_does_not_compare():
     second["config"]["lr"], second["device_name"] = 0.2, "other"
     with pytest.raises(UserError, match=r"differ in device \(cpu: a; other: b\); .* --allow-different device$"):
         require_comparable({"a": first, "b": second}, ["lr"])
-    found = require_comparable({"a": first, "b": second}, ["lr", "device"])
-    assert [str(difference) for difference in found] == ["lr (0.1: a; 0.2: b)", "device (cpu: a; other: b)"]
-    assert affected(found) == ["step times", "losses"] and affected(found[:1]) == ["losses"]
+    differences = require_comparable({"a": first, "b": second}, ["lr", "device"])
+    assert [str(difference) for difference in differences] == ["lr (0.1: a; 0.2: b)", "device (cpu: a; other: b)"]
+    assert affected(differences) == ["step times", "losses"] and affected(differences[:1]) == ["losses"]
     second["config"]["link"] = "1gbit"
     with pytest.raises(UserError, match=r"link \(none: a; 1gbit: b\); train them alike$"):
         require_comparable({"a": first, "b": second}, [*FIELDS, "link"])
@@ -297,9 +297,9 @@ def test_the_page_says_what_the_csv_says(tmp_path):
 
 def test_the_page_warns_of_what_differs_and_of_what_fails_its_audit(tmp_path):
     wrong = {"device_name": "<i>", "expected_traffic": [{"kind": "all_reduce", "count": 2, "payload_bytes": 4000}]}
-    found = compared(tmp_path, ("device",), **wrong)
-    body = body_of(comparison_page(found))
+    compared_runs = compared(tmp_path, ("device",), **wrong)
+    body = body_of(comparison_page(compared_runs))
     assert "device (cpu: pytorch_ddp; &lt;i&gt;: other)" in body and "<i>" not in body and "is fastest" not in body
     assert "These figures cannot be compared: step times." in body
     assert "Warning: other does not do what its own formula and configuration say: all-reduce: calls" in body
-    assert found.table["audit_failures"].tolist()[1] >= 2  # of each rank
+    assert compared_runs.table["audit_failures"].tolist()[1] >= 2  # of each rank

@@ -50,14 +50,14 @@ def test_names_of_groups():
 
 @each_row("text", MESHES)
 def test_coordinates_and_dimensions_agree_with_those_of_training(text):
-    theirs, mesh = Mesh.parse(text), of_text(text)
-    assert [coordinates(mesh, rank) for rank in range(theirs.size)] == [
-        theirs.coordinates(rank) for rank in range(theirs.size)
+    parsed, mesh = Mesh.parse(text), of_text(text)
+    assert [coordinates(mesh, rank) for rank in range(parsed.size)] == [
+        parsed.coordinates(rank) for rank in range(parsed.size)
     ]
-    data = [rank for rank in range(theirs.size) if rank % theirs.model_size == 0]
-    groups = {"": data, "tp": range(theirs.model_size), EVERYONE: range(theirs.size)}
+    data = [rank for rank in range(parsed.size) if rank % parsed.model_size == 0]
+    groups = {"": data, "tp": range(parsed.model_size), EVERYONE: range(parsed.size)}
     for dimension, ranks in groups.items():
-        (announced,) = on_mesh([Collective("all_reduce", 1, 4, len(ranks), "gradients", dimension)], theirs)
+        (announced,) = on_mesh([Collective("all_reduce", 1, 4, len(ranks), "gradients", dimension)], parsed)
         if len(ranks) > 1 or dimension == "":
             assert dimension_of(mesh, list(ranks)) == announced.dimension
     (nowhere,) = on_mesh([Collective("all_reduce", 1, 4, 2, "gradients", EVERYONE)], None)
@@ -92,36 +92,36 @@ DP, TP = "ranks 0,2", "ranks 0,1"
 def test_exposed_time_by_dimension():
     """Compute until 40. dp from 30 to 70, tp from 60 to 90: exposed 50 in all, of which 10 are of both."""
     calls = [("all_reduce", 8, 30, 70, DP, 2), ("all_reduce", 16, 60, 90, TP, 2)]
-    found = exposure([timeline(0, [(0, 100)], [(0, 40)], calls, world_size=4)], False, SQUARE)
-    table = found.dimensions.set_index("dimension")
+    tables = exposure([timeline(0, [(0, 100)], [(0, 40)], calls, world_size=4)], False, SQUARE)
+    table = tables.dimensions.set_index("dimension")
     assert table.index.tolist() == ["dp", "tp"]
     assert table["exposed_ms"].tolist() == [0.03, 0.02] and table["exposed_while_ms"].tolist() == [0.03, 0.03]
     assert table["running_ms"].tolist() == [0.04, 0.03] and table["bytes"].tolist() == [8, 16]
-    assert table["exposed_ms"].sum() == pytest.approx(found.steps["exposed_ms"].sum())
-    assert found.collectives["dimension"].tolist() == ["dp", "tp"]
+    assert table["exposed_ms"].sum() == pytest.approx(tables.steps["exposed_ms"].sum())
+    assert tables.collectives["dimension"].tolist() == ["dp", "tp"]
 
 
 def test_a_message_that_is_posted_ahead_counts_where_it_is_waited_for_or_alone(monkeypatch):
     """From 10 to 90 it is on its way, and awaited from 50. tp runs from 40 to 60; compute until 30."""
     calls = [("send_recv", 8, 10, 90, "ranks 0,2", 2), ("all_reduce", 16, 40, 60, TP, 2)]
     monkeypatch.setattr("ddp_lab.analysis.metrics.exposure.message_waits", lambda _: np.array([[50.0, 90.0]]))
-    found = exposure([timeline(0, [(0, 100)], [(0, 30)], calls, world_size=4)], False, {"pp": 2, "tp": 2})
-    assert found.dimensions.set_index("dimension")["exposed_ms"].to_dict() == {"pp": 0.05, "tp": 0.01}
+    tables = exposure([timeline(0, [(0, 100)], [(0, 30)], calls, world_size=4)], False, {"pp": 2, "tp": 2})
+    assert tables.dimensions.set_index("dimension")["exposed_ms"].to_dict() == {"pp": 0.05, "tp": 0.01}
 
 
 def on_square(start):
     """Ranks of the mesh, in each an all-reduce over tp that it starts at `start`, and one over dp, all at once."""
-    made = []
+    timelines = []
     for rank, at in start.items():
         tp, dp = f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}", f"ranks {rank % 2},{rank % 2 + 2}"
         calls = [("all_reduce", 8, at, 50, tp, 2), ("all_reduce", 16, 60, 70, dp, 2)]
-        made.append(timeline(rank, [(0, 100)], [(0, 5)], calls, world_size=4))
-    return made
+        timelines.append(timeline(rank, [(0, 100)], [(0, 5)], calls, world_size=4))
+    return timelines
 
 
 def test_the_audit_tells_dimensions_apart():
     """Two ranks of four on a mesh. A payload on the wrong dimension is right by kind alone."""
-    made = [replace(each, steps=each.steps.assign(number=5)) for each in on_square({0: 10, 1: 10})]
+    square = [replace(timeline, steps=timeline.steps.assign(number=5)) for timeline in on_square({0: 10, 1: 10})]
     run = record_of_eight_steps("x", 0.1)
     run["config"]["mesh"] = "dp=2,tp=2"
     part = {"kind": "all_reduce", "count": 1, "group_size": 2, "purpose": "gradients"}
@@ -134,19 +134,19 @@ def test_the_audit_tells_dimensions_apart():
         assert len(table)
         return set(table.loc[table["result"] != "pass", "subject"])
 
-    assert failing(right, made) == set()
-    assert failing(swapped, made) == {"dp all-reduce: payload", "tp all-reduce: payload"}
-    assert failing([{**part, "rank": rank} for part in right for rank in range(2)], made) == set()
-    assert failing([{**part, "rank": 0} for part in right], made) == set(), "nothing is known of rank 1"
-    assert failing([{**part, "rank": int(part in swapped[:1])} for part in [*right, *swapped]], made)
-    unmarked = [replace(each, collectives=each.collectives.assign(group="")) for each in made]
+    assert failing(right, square) == set()
+    assert failing(swapped, square) == {"dp all-reduce: payload", "tp all-reduce: payload"}
+    assert failing([{**part, "rank": rank} for part in right for rank in range(2)], square) == set()
+    assert failing([{**part, "rank": 0} for part in right], square) == set(), "nothing is known of rank 1"
+    assert failing([{**part, "rank": int(part in swapped[:1])} for part in [*right, *swapped]], square)
+    unmarked = [replace(timeline, collectives=timeline.collectives.assign(group="")) for timeline in square]
     assert failing(swapped, unmarked) == set()  # the trace does not say: by kind, as without a mesh
     assert dimensions(pd.Series(["", "ranks 0,3"]), SQUARE).tolist() == ["", ""]
 
 
 def test_stages_of_a_pipeline_are_no_stragglers():
     """Rank 1 is 10 late for rank 0, with which it shares layers, or a pipeline. Over dp nobody is late."""
-    made = on_square({0: 10, 1: 20, 2: 10, 3: 10})
+    timelines = on_square({0: 10, 1: 20, 2: 10, 3: 10})
     for mesh, counted, late in ((SQUARE, 2, 0.01), ({"dp": 2, "pp": 2}, 1, 0)):
-        table = stragglers(exposure(made, True, mesh)).set_index("rank")
+        table = stragglers(exposure(timelines, True, mesh)).set_index("rank")
         assert table["collectives"].eq(counted).all() and table.loc[1, "lateness_ms"] == pytest.approx(late)

@@ -49,11 +49,11 @@ def issued(paced: bool) -> tuple[list[tuple[str, str, float]], str]:
                 works = []
                 for size, group in zip(SIZES, (groups.data, groups.model, groups.everyone), strict=True):
                     ranks = dist.get_world_size(group)
-                    whole, own = torch.ones(ranks * size), torch.ones(size)
+                    full, shard = torch.ones(ranks * size), torch.ones(size)
                     works += [
                         dist.all_reduce(torch.ones(ALIKE), group=group, async_op=True),
-                        dist.reduce_scatter_tensor(own, whole, group=group, async_op=True),
-                        dist.all_gather_into_tensor(torch.empty(ranks * size), own, group=group, async_op=True),
+                        dist.reduce_scatter_tensor(shard, full, group=group, async_op=True),
+                        dist.all_gather_into_tensor(torch.empty(ranks * size), shard, group=group, async_op=True),
                     ]
                 for work in works:
                     work.wait()
@@ -62,17 +62,17 @@ def issued(paced: bool) -> tuple[list[tuple[str, str, float]], str]:
             works.clear()
         trace = read_trace(path)
         unmarked = only_group(trace.info)
-        seen = gloo_collectives(trace.events, 4, unmarked)[0]
-    assert (seen["end"] >= seen["start"]).all() and (seen["start"] >= seen["issued"]).all()
-    return list(zip(seen["group"], seen["kind"], seen["bytes"], strict=True)), unmarked
+        calls = gloo_collectives(trace.events, 4, unmarked)[0]
+    assert (calls["end"] >= calls["start"]).all() and (calls["start"] >= calls["issued"]).all()
+    return list(zip(calls["group"], calls["kind"], calls["bytes"], strict=True)), unmarked
 
 
 @pytest.mark.parametrize("paced", [False, True])
 def test_each_call_is_of_its_group(ranks: RankPool, paced):
-    for rank, (seen, unmarked) in enumerate(ranks.run(4, issued, paced)):
+    for rank, (calls, unmarked) in enumerate(ranks.run(4, issued, paced)):
         data, model = f"ranks {rank % 2},{rank % 2 + 2}, dp", f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}, tp"
         assert unmarked == ""
-        assert seen == [
+        assert calls == [
             (group, kind, 4 * (ALIKE if kind == "all_reduce" else size * share))
             for share, (group, size) in zip(SIZES, ((data, 2), (model, 2), ("all ranks", 4)), strict=True)
             for kind in ("all_reduce", "reduce_scatter", "all_gather")

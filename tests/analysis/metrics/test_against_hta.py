@@ -37,9 +37,9 @@ def device_trace(steps, rank=0):
         t = 1005.0 * number
         events.append(event("user_annotation", f"ProfilerStep#{number}", t, 1000))
         always = [("compute", 0, (1, 3, 20)), ("communication", 0, (2, 7, 30))]
-        for lane, which, (launched, queued, ran) in [*always, *kernels]:
+        for lane, index, (launched, queued, ran) in [*always, *kernels]:
             correlation += 1
-            stream, name = 7 + LANES.index(lane), KERNELS[lane][which]
+            stream, name = 7 + LANES.index(lane), KERNELS[lane][index]
             more = {"stream": stream, "correlation": correlation}
             events.append(event("cuda_runtime", "cudaLaunchKernel", t + launched, 2, correlation=correlation))
             events.append(event(CATEGORIES[lane], name, t + launched + queued, ran, tid=stream, **more))
@@ -71,46 +71,46 @@ def figures_of(trace):
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "rank_0.json", trace)
         timeline = dataclasses.replace(timeline_of(trace), path=path)
-        theirs = holistic_figures([timeline]).iloc[0]
+        hta = holistic_figures([timeline]).iloc[0]
         if timeline.kind == "cuda":
             alone = TraceAnalysis(trace_files={0: str(path)}, trace_dir=folder)
             breakdown = alone.get_temporal_breakdown(visualize=False).iloc[0]
             for part in ("compute", "non_compute", "idle"):
-                assert theirs[f"{part}_us"] == pytest.approx(breakdown[f"{part}_time(us)"])
+                assert hta[f"{part}_us"] == pytest.approx(breakdown[f"{part}_time(us)"])
             overlap = alone.get_comm_comp_overlap(visualize=False)["comp_comm_overlap_pctg"].iloc[0]
-            assert theirs["overlap_pct"] == pytest.approx(overlap, nan_ok=True)
-        return timeline, theirs
+            assert hta["overlap_pct"] == pytest.approx(overlap, nan_ok=True)
+        return timeline, hta
 
 
 def require_agreement(trace):
-    timeline, theirs = figures_of(trace)
+    timeline, hta = figures_of(trace)
     spans = raw.lanes(trace)
-    everything = [pair for each in spans.values() for pair in each]
+    everything = [pair for pairs in spans.values() for pair in pairs]
     first, last = min(start for start, _ in everything), max(end for _, end in everything)
-    whole = raw.parts(spans, first, last)
-    expected = [last - first, whole["compute"], whole["communication"] + whole["copy"], whole["idle"]]
-    figures = [theirs[f"{part}_us"] for part in ("total", "compute", "non_compute", "idle")]
+    total = raw.parts(spans, first, last)
+    expected = [last - first, total["compute"], total["communication"] + total["copy"], total["idle"]]
+    figures = [hta[f"{part}_us"] for part in ("total", "compute", "non_compute", "idle")]
     assert figures == pytest.approx(expected, abs=1e-6)
 
-    found, bounds = exposure([timeline]).steps, raw.windows(trace)
+    steps, bounds = exposure([timeline]).steps, raw.windows(trace)
     running = raw.lanes(trace, everything=timeline.kind == "cuda")
-    for step, window in zip(found.to_dict("records"), bounds, strict=True):
+    for step, window in zip(steps.to_dict("records"), bounds, strict=True):
         inside = raw.parts(running, *window)
         exposed = step["exposed_wait_ms"] + step["exposed_transfer_ms"]
-        ours = [step["compute_ms"], exposed, step["exposed_copy_ms"], step["idle_ms"]]
-        assert [1000 * ms for ms in ours] == pytest.approx([inside[part] for part in (*LANES, "idle")], abs=1e-6)
-        assert sum(ours) == pytest.approx(step["step_ms"]) == pytest.approx((window[1] - window[0]) / 1000)
+        step_parts = [step["compute_ms"], exposed, step["exposed_copy_ms"], step["idle_ms"]]
+        assert [1000 * ms for ms in step_parts] == pytest.approx([inside[part] for part in (*LANES, "idle")], abs=1e-6)
+        assert sum(step_parts) == pytest.approx(step["step_ms"]) == pytest.approx((window[1] - window[0]) / 1000)
 
     if timeline.kind == "cpu":
         within = [raw.parts(spans, *window) for window in bounds]
-        outside = {lane: whole[lane] - sum(part[lane] for part in within) for lane in LANES}
-        assert theirs["compute_us"] == pytest.approx(1000 * found["compute_ms"].sum() + outside["compute"])
-        parts = found[["exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms"]].to_numpy().sum()
-        assert theirs["non_compute_us"] == pytest.approx(1000 * parts + outside["communication"] + outside["copy"])
+        outside = {lane: total[lane] - sum(part[lane] for part in within) for lane in LANES}
+        assert hta["compute_us"] == pytest.approx(1000 * steps["compute_ms"].sum() + outside["compute"])
+        parts = steps[["exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms"]].to_numpy().sum()
+        assert hta["non_compute_us"] == pytest.approx(1000 * parts + outside["communication"] + outside["copy"])
 
     communication = raw.total(spans["communication"])
     hidden = communication + raw.total(spans["compute"]) - raw.total(spans["communication"] + spans["compute"])
-    assert theirs["overlap_pct"] == pytest.approx(100 * hidden / communication, abs=0.005 + 1e-9)
+    assert hta["overlap_pct"] == pytest.approx(100 * hidden / communication, abs=0.005 + 1e-9)
 
 
 @settings(max_examples=8)

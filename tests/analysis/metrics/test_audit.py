@@ -24,17 +24,17 @@ def results(table):
 def test_a_right_run_passes_every_check():
     table = audit(timelines(), record_of_eight_steps("x", 0.1))
     assert set(table["result"]) == {"pass"} and (table["difference"].abs() <= table["tolerance"]).all()
-    whole = ["optimizer steps", "samples trained on", "samples evaluated"]
+    per_run = ["optimizer steps", "samples trained on", "samples evaluated"]
     traffic = ["all-reduce: calls", "all-reduce: payload"]
     states = ["parameters at rest", "gradients at rest", "optimizer states at rest"]
-    each = [(subject, rank) for part in (traffic, states) for rank in (0, 1) for subject in part]
-    assert list(results(table)) == [*((subject, None) for subject in whole), *each]
+    per_rank = [(subject, rank) for part in (traffic, states) for rank in (0, 1) for subject in part]
+    assert list(results(table)) == [*((subject, None) for subject in per_run), *per_rank]
 
 
 @each_row(
     ("change", "failing"),
     [
-        ({"expected_traffic": []}, {(what, rank) for what in ("all-reduce: calls", "sent in all") for rank in (0, 1)}),
+        ({"expected_traffic": []}, {(part, rank) for part in ("all-reduce: calls", "sent in all") for rank in (0, 1)}),
         (
             {"expected_traffic": [{"kind": "gather", "count": 1, "payload_bytes": 8}]},  # tables show it as `other`
             {(f"{kind}: calls", rank) for kind in ("all-reduce", "other") for rank in (0, 1)},
@@ -46,8 +46,8 @@ def test_a_right_run_passes_every_check():
     ],
 )
 def test_what_differs_from_the_record_fails(change, failing):
-    found = results(audit(timelines(), {**record_of_eight_steps("x", 0.1), **change}))
-    failed = {key for key, result in found.items() if result == "fail" and "payload" not in key[0]}
+    result_by_check = results(audit(timelines(), {**record_of_eight_steps("x", 0.1), **change}))
+    failed = {key for key, result in result_by_check.items() if result == "fail" and "payload" not in key[0]}
     assert failed == failing
 
 
@@ -63,8 +63,8 @@ def test_without_a_formula_steps_and_ranks_are_equal_and_send_enough(payload, ch
     bound = {"kind": "all_reduce", "count": 1, "payload_bytes": payload, "wire_bytes": payload, "at_least": True}
     first, second = timelines()
     second = dataclasses.replace(second, collectives=change(second.collectives))
-    found = results(audit([first, second], {**record_of_eight_steps("x", 0.1), "expected_traffic": [bound]}))
-    assert {key for key, result in found.items() if result == "fail" and "at rest" not in key[0]} == failing
+    result_by_check = results(audit([first, second], {**record_of_eight_steps("x", 0.1), "expected_traffic": [bound]}))
+    assert {key for key, result in result_by_check.items() if result == "fail" and "at rest" not in key[0]} == failing
 
 
 def test_state_beyond_the_formula_fails():
@@ -78,22 +78,22 @@ def test_state_beyond_the_formula_fails():
 
 def test_a_step_of_fewer_samples_is_not_compared():
     """In step 6 both ranks communicate nothing, and the record says that it trained on half of the samples."""
-    made = []
-    for each in timelines():
-        at_first = each.collectives[each.collectives["issued"] < each.steps["end"].iloc[0]]
-        made.append(dataclasses.replace(each, collectives=at_first))
+    truncated = []
+    for timeline in timelines():
+        at_first = timeline.collectives[timeline.collectives["issued"] < timeline.steps["end"].iloc[0]]
+        truncated.append(dataclasses.replace(timeline, collectives=at_first))
     run = record_of_eight_steps("x", 0.1)
-    assert {key for key, result in results(audit(made, run)).items() if result == "fail"} == {
+    assert {key for key, result in results(audit(truncated, run)).items() if result == "fail"} == {
         (f"all-reduce: {figure}", rank) for figure in ("calls", "payload") for rank in (0, 1)
     }
     short = {**run, "train_samples": 52, "step_samples": [8] * 6 + [4], "train_loss": [2.0] * 7}
-    table = audit(made, short)
+    table = audit(truncated, short)
     assert set(table["result"]) == {"pass"}
     assert table.loc[table["unit"] == "calls/step", "steps"].tolist() == [1, 1]
-    none_full = audit(made, {**short, "step_samples": [4] * 14, "train_loss": [1.0] * 14})
+    none_full = audit(truncated, {**short, "step_samples": [4] * 14, "train_loss": [1.0] * 14})
     assert set(none_full.loc[none_full["steps"].notna(), "result"]) == {"unknown"}
 
 
 def test_unknown_sizes_are_not_called_right():
-    found = results(audit(timelines(cuda_trace), record_of_eight_steps("x", 0.1)))
-    assert found[("all-reduce: calls", 0)] == "pass" and found[("all-reduce: payload", 0)] == "unknown"
+    checks = results(audit(timelines(cuda_trace), record_of_eight_steps("x", 0.1)))
+    assert checks[("all-reduce: calls", 0)] == "pass" and checks[("all-reduce: payload", 0)] == "unknown"

@@ -69,12 +69,12 @@ def test_waiting_is_laid_to_the_late_rank():
     On rank 0, 20 us are hidden, then 40 us are waiting and 20 transfer. Rank 1 computes until 80: only transfer."""
     first = timeline(0, [(0, 120)], [(0, 40)], [("all_reduce", 2000, 20, 100)])
     second = timeline(1, [(0, 120)], [(0, 80)], [("all_reduce", 2000, 80, 100)])
-    found = exposure([first, second])
-    assert found.steps[PARTS].to_numpy().tolist() == [
+    tables = exposure([first, second])
+    assert tables.steps[PARTS].to_numpy().tolist() == [
         pytest.approx([0.04, 0.04, 0.02, 0, 0.02]),
         pytest.approx([0.08, 0, 0.02, 0, 0.02]),
     ]
-    rows = found.collectives.set_index("rank")
+    rows = tables.collectives.set_index("rank")
     assert rows["late_rank"].tolist() == [1, 1] and rows["lateness_ms"].tolist() == pytest.approx([0.06, 0.06])
     assert rows["wait_ms"].tolist() == pytest.approx([0.06, 0]) and rows["transfer_ms"].tolist() == [0.02, 0.02]
     assert rows["exposed_wait_ms"].tolist() == pytest.approx([0.04, 0])
@@ -85,32 +85,32 @@ def test_clocks_of_two_hosts_are_aligned():
     """Rank 1's clock is 5 ms ahead; on one clock, it is 10 us late in each of three all-reduces, which end together."""
     calls = [("all_reduce", 8, start, start + 60) for start in (100, 200, 300)]
     ahead = [("all_reduce", 8, 5010 + start, 5060 + start) for _, _, start, _ in calls]
-    found = exposure([timeline(0, [(0, 400)], [(0, 90)], calls), timeline(1, [(5000, 5400)], [(5000, 5090)], ahead)])
-    assert found.clocks["offset_ms"].tolist() == [0, 5] and found.clocks["residual_ms"].tolist() == [0, 0]
-    assert found.collectives["late_rank"].eq(1).all()
-    assert found.collectives.groupby("rank")["wait_ms"].max().tolist() == pytest.approx([0.01, 0])
+    tables = exposure([timeline(0, [(0, 400)], [(0, 90)], calls), timeline(1, [(5000, 5400)], [(5000, 5090)], ahead)])
+    assert tables.clocks["offset_ms"].tolist() == [0, 5] and tables.clocks["residual_ms"].tolist() == [0, 0]
+    assert tables.collectives["late_rank"].eq(1).all()
+    assert tables.collectives.groupby("rank")["wait_ms"].max().tolist() == pytest.approx([0.01, 0])
 
 
 def test_what_ranks_do_not_share_is_not_split():
     """At one place they differ in kind, and at one in size: no last arrival, so no wait is claimed."""
-    calls = [("all_reduce", 8, 10, 20), ("broadcast", 8, 30, 40), ("all_reduce", 8, 50, 60)]
-    other = [("all_reduce", 8, 10, 20), ("all_reduce", 8, 30, 40), ("all_reduce", 16, 50, 60)]
-    found = exposure([timeline(rank, [(0, 100)], [(0, 5)], each) for rank, each in enumerate((calls, other))])
-    known = found.collectives["wait_ms"].notna()
-    told = ["late_rank", "lateness_ms", "transfer_ms", "exposed_wait_ms", "done_after_ms", "algbw_gbps", "busbw_gbps"]
-    assert found.collectives.loc[known, told].notna().all(axis=None)
-    assert found.collectives.loc[~known, told].isna().all(axis=None) and (~known).sum() == 4
-    assert found.collectives.loc[known, "sequence"].tolist() == [0, 0]
-    assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.01] * 6)
+    first = [("all_reduce", 8, 10, 20), ("broadcast", 8, 30, 40), ("all_reduce", 8, 50, 60)]
+    second = [("all_reduce", 8, 10, 20), ("all_reduce", 8, 30, 40), ("all_reduce", 16, 50, 60)]
+    tables = exposure([timeline(rank, [(0, 100)], [(0, 5)], calls) for rank, calls in enumerate((first, second))])
+    is_known = tables.collectives["wait_ms"].notna()
+    names = ["late_rank", "lateness_ms", "transfer_ms", "exposed_wait_ms", "done_after_ms", "algbw_gbps", "busbw_gbps"]
+    assert tables.collectives.loc[is_known, names].notna().all(axis=None)
+    assert tables.collectives.loc[~is_known, names].isna().all(axis=None) and (~is_known).sum() == 4
+    assert tables.collectives.loc[is_known, "sequence"].tolist() == [0, 0]
+    assert tables.collectives["exposed_ms"].tolist() == pytest.approx([0.01] * 6)
 
 
 def test_a_call_that_was_not_recorded_pairs_none_of_its_step_wrongly():
     """Rank 1's second call of step 0 is missing: nobody can tell which is whose there; step 1 is whole."""
     calls = [("all_reduce", size, start, start + 10) for size, start in ((8, 10), (8, 30), (8, 50), (8, 110), (8, 130))]
-    both = [calls, [call for call in calls if call[2] != 30]]
-    found = exposure([timeline(rank, [(0, 100), (100, 200)], [(0, 5)], each) for rank, each in enumerate(both)])
-    assert found.collectives.groupby("step")["wait_ms"].apply(lambda waits: waits.notna().all()).tolist() == [
+    by_rank = [calls, [call for call in calls if call[2] != 30]]
+    tables = exposure([timeline(rank, [(0, 100), (100, 200)], [(0, 5)], queue) for rank, queue in enumerate(by_rank)])
+    assert tables.collectives.groupby("step")["wait_ms"].apply(lambda waits: waits.notna().all()).tolist() == [
         False,
         True,
     ]
-    assert found.collectives.loc[found.collectives["step"] == 0, "wait_ms"].isna().all()
+    assert tables.collectives.loc[tables.collectives["step"] == 0, "wait_ms"].isna().all()

@@ -7,7 +7,7 @@ from ddp_lab.analysis.report.pages.out_of_memory import fitting_settings
 from ddp_lab.analysis.sentences import say
 from tests.traces import record
 
-SAID = (
+FULL_GPU = (
     "out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
     "79.10 GiB of which 512.00 MiB is free. Including non-PyTorch memory, this process has 78.60 GiB memory in use. Of "
     "the allocated memory 70.00 GiB is allocated by PyTorch, and 5.60 GiB is reserved by PyTorch but unallocated.)"
@@ -26,14 +26,14 @@ def test_the_parts_add_up_to_what_the_device_or_the_process_holds():
     assert memory_parts(None).empty
 
 
-@pytest.mark.parametrize("said", [SAID, "MemoryError: you tried to allocate 2147483648 bytes", "TypeError: x"])
-def test_what_a_run_asked_for_that_ended_out_of_memory(said):
-    failed = record("x", 1.0) | {"memory": [], "ended": {"how": "failed", "message": said}}
+@pytest.mark.parametrize("message", [FULL_GPU, "MemoryError: you tried to allocate 2147483648 bytes", "TypeError: x"])
+def test_what_a_run_asked_for_that_ended_out_of_memory(message):
+    failed = record("x", 1.0) | {"memory": [], "ended": {"how": "failed", "message": message}}
     allocation = failed_allocation(failed)
     text = say("out_of_memory", allocation) if allocation else ""
-    assert ("asked for 2.00 GiB" in text) == ("allocate" in said)
-    assert ("0.50 GiB of 79.10 GiB were free" in text) == ("tensors held 70.00 GiB" in text) == (said == SAID)
-    assert ("3.00 GiB outside torch" in text) == (said == SAID)
+    assert ("asked for 2.00 GiB" in text) == ("allocate" in message)
+    assert ("0.50 GiB of 79.10 GiB were free" in text) == ("tensors held 70.00 GiB" in text) == (message == FULL_GPU)
+    assert ("3.00 GiB outside torch" in text) == (message == FULL_GPU)
 
 
 def test_a_run_out_of_memory_is_told_three_settings_that_fit():

@@ -42,9 +42,9 @@ def test_a_step_of_two_stages(kind):
     100 and 10 for activations, and it is done 100 before rank 0."""
     timelines = [timeline_of(trace(rank, kind), rank) for rank in range(2)]
     clocks = pd.DataFrame({"rank": [0, 1], "offset_ms": [0, AHEAD / 1000]})
-    found = exposure(timelines, True, MESH)
+    tables = exposure(timelines, True, MESH)
     passes = pipelines(timelines, clocks, MESH)
-    steps = pipeline_steps(passes, found.steps)
+    steps = pipeline_steps(passes, tables.steps)
     assert steps["pipeline_ms"].tolist() == pytest.approx([0.6, 0.6])
     assert steps["forward_ms"].tolist() == pytest.approx([0.2, 0.19]) and steps["backward_ms"].eq(0.2).all()
     assert steps["bubble_ms"].tolist() == pytest.approx([0.2, 0.21])
@@ -54,7 +54,7 @@ def test_a_step_of_two_stages(kind):
     assert steps["wait_activation_ms"].tolist() == pytest.approx([0, 0.11])
     assert steps["wait_gradient_from"][0] == 1 and steps["wait_activation_from"][1] == 0
     if kind == "cuda":
-        assert found.steps["exposed_wait_ms"].tolist() == pytest.approx([0.2, 0.16])
+        assert tables.steps["exposed_wait_ms"].tolist() == pytest.approx([0.2, 0.16])
     drawn = {bars.name: list(bars.text) for bars in pipeline_figure(passes).data}
     assert drawn["forward"] == drawn["backward"] == ["0", "1", "0", "1"]
 

@@ -29,11 +29,11 @@ RUNS = st.lists(st.floats(-1, 1), min_size=2, max_size=6, unique=True)
 
 @given(RUNS, RUNS)
 def test_without_an_expected_spread_it_is_the_t_test(old, new):
-    found, known = difference(old, new), stats.ttest_ind(new, old)
-    if np.isfinite(known.pvalue) and np.ptp(old) > 1e-6 < np.ptp(new):
-        assert found.p_value == pytest.approx(known.pvalue, abs=1e-9)
-        interval = known.confidence_interval(0.95)
-        assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    estimate, t_test = difference(old, new), stats.ttest_ind(new, old)
+    if np.isfinite(t_test.pvalue) and np.ptp(old) > 1e-6 < np.ptp(new):
+        assert estimate.p_value == pytest.approx(t_test.pvalue, abs=1e-9)
+        interval = t_test.confidence_interval(0.95)
+        assert (estimate.low, estimate.high) == pytest.approx((interval.low, interval.high))
 
 
 def test_spreads_worked_out_by_hand():
@@ -48,36 +48,36 @@ def test_spreads_worked_out_by_hand():
 
 def test_one_run_a_side_has_the_expected_spread_alone():
     """2.776 is the quantile of Student's t with four degrees of freedom."""
-    found = difference([0.0], [0.1], expected_spread(0))
-    assert found.high - found.value == pytest.approx(2.776 * 2**0.5 * EXPECTED_SPREAD, rel=1e-3)
-    assert found.low < 0 and np.isnan(difference([0.0], [0.1]).low) and np.isnan(difference([], [0.1]).value)
+    estimate = difference([0.0], [0.1], expected_spread(0))
+    assert estimate.high - estimate.value == pytest.approx(2.776 * 2**0.5 * EXPECTED_SPREAD, rel=1e-3)
+    assert estimate.low < 0 and np.isnan(difference([0.0], [0.1]).low) and np.isnan(difference([], [0.1]).value)
 
 
 @each_row("runs, planted, least, most", [(1, 0, 0, 0.05), (3, 0, 0, 0.05), (3, 0.08, 0.8, 1), (1, 0.3, 0.8, 1)])
 @each_row("between", [0.01, 0.02])
 def test_simulated_runs(runs, planted, least, most, between):
     """How often equal runs are told apart, and how often what is planted is found."""
-    draw, found = np.random.default_rng(5), []
+    draw, verdicts = np.random.default_rng(5), []
     for _ in range(400):
         old, new = draw.normal([[0], [planted]], between, (2, runs))
         ((_, sign),) = signs([difference(old, new, expected_spread(0))])
-        found.append(sign != 0)
-    assert least <= np.mean(found) <= most + 0.02
+        verdicts.append(sign != 0)
+    assert least <= np.mean(verdicts) <= most + 0.02
 
 
 def test_runs_are_compared_step_by_step():
     """Every step is a tenth slower, though each run's own steps vary tenfold, and each misses one."""
     steps = pd.Series(np.geomspace(10, 100, 30), index=range(1, 31))
-    other = 1.1 * steps.drop(7)[::-1]
-    assert np.exp(apart(other, steps.drop(3))) == pytest.approx(1.1) and noise(other, steps) < 1e-20
+    slower = 1.1 * steps.drop(7)[::-1]
+    assert np.exp(apart(slower, steps.drop(3))) == pytest.approx(1.1) and noise(slower, steps) < 1e-20
     assert np.isnan(apart(steps[:4], steps)) and noise(steps[:4], steps) == 0
 
 
 def test_the_median_of_noisy_steps_is_noisy():
     """The variance of a median of n normal values is pi / 2 of that of their mean."""
     draw = np.random.default_rng(1)
-    base, other = (pd.Series(np.exp(draw.normal(0, 0.1, 10_000))) for _ in "12")
-    assert noise(other, base) == pytest.approx(np.pi / 2 * 0.1**2 / 10_000, rel=0.1)
+    base, second = (pd.Series(np.exp(draw.normal(0, 0.1, 10_000))) for _ in "12")
+    assert noise(second, base) == pytest.approx(np.pi / 2 * 0.1**2 / 10_000, rel=0.1)
 
 
 def test_holm_worked_out_by_hand():

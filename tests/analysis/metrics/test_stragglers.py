@@ -32,14 +32,14 @@ def test_two_groups_in_flight_at_once():
     low = [("all_reduce", 8, start, 50, *LOW) for start in (20, 24)]
     high = [("all_reduce", 8, start, 55, *HIGH) for start in (40, 31)]
     calls = [[low[0], world[0]], [low[1], world[1]], [world[2], high[0]], [world[3], high[1]]]
-    found = exposure([timeline(rank, [(0, 100)], [(0, 5)], each, world_size=4) for rank, each in enumerate(calls)])
-    last = found.collectives.groupby("group")[["late_rank", "lateness_ms", "done_after_ms"]].agg(["nunique", "first"])
+    tables = exposure([timeline(rank, [(0, 100)], [(0, 5)], queue, world_size=4) for rank, queue in enumerate(calls)])
+    last = tables.collectives.groupby("group")[["late_rank", "lateness_ms", "done_after_ms"]].agg(["nunique", "first"])
     assert (last.xs("nunique", axis="columns", level=1) == 1).all(axis=None)
     values = last.xs("first", axis="columns", level=1).astype(float)
     assert values.loc[WORLD[0]].tolist() == pytest.approx([3, 0.018, 0.030])
     assert values.loc[LOW[0]].tolist() == pytest.approx([1, 0.004, 0.026])
     assert values.loc[HIGH[0]].tolist() == pytest.approx([2, 0.009, 0.015])
-    late = stragglers(found).set_index("rank")
+    late = stragglers(tables).set_index("rank")
     assert late["last"].tolist() == [0, 1, 1, 1] and late["collectives"].tolist() == [2, 2, 2, 2]
 
 
@@ -68,17 +68,17 @@ def test_bandwidth_is_of_the_collective():
     both ranks, although the root's own transfer took 20 us. A second one's root is done at 110, before the other
     arrives at 120: no bandwidth."""
     root = [("broadcast", 1000, 0, 40), ("broadcast", 1000, 100, 110)]
-    other = [("broadcast", 1000, 20, 70), ("broadcast", 1000, 120, 130)]
-    found = exposure([timeline(rank, [(0, 200)], [(0, 1)], calls) for rank, calls in enumerate((root, other))])
-    rates = found.collectives.pivot(index="sequence", columns="rank", values="busbw_gbps")
+    peer = [("broadcast", 1000, 20, 70), ("broadcast", 1000, 120, 130)]
+    tables = exposure([timeline(rank, [(0, 200)], [(0, 1)], calls) for rank, calls in enumerate((root, peer))])
+    rates = tables.collectives.pivot(index="sequence", columns="rank", values="busbw_gbps")
     assert rates.loc[0].tolist() == pytest.approx([0.02, 0.02]) and rates.loc[1].isna().all()
 
 
 def test_each_bucket_has_a_row():
     """Backward ends at 50 (`timeline`). Two buckets of one size stay apart."""
-    few = [("all_reduce", 100, 20, 30), ("all_reduce", 100, 40, 60), ("all_reduce", 20, 60, 64)]
-    found = exposure([timeline(rank, [(0, 100)], [(0, 50)], few) for rank in range(2)])
-    table = buckets(found.collectives, found.steps["step"].nunique())
+    calls = [("all_reduce", 100, 20, 30), ("all_reduce", 100, 40, 60), ("all_reduce", 20, 60, 64)]
+    tables = exposure([timeline(rank, [(0, 100)], [(0, 50)], calls) for rank in range(2)])
+    table = buckets(tables.collectives, tables.steps["step"].nunique())
     assert table["place"].tolist() == [0, 1, 2] and table["bytes"].tolist() == [100, 100, 20]
     assert table["after_backward_ms"].tolist() == pytest.approx([-0.03, -0.01, 0.01])
     assert table["exposed_ms_per_step"].tolist() == pytest.approx([0, 0.01, 0.004])

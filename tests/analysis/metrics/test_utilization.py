@@ -7,8 +7,8 @@ from tests.traces import record
 
 
 def run_on(device, achieved, **config):
-    told = record("x", 1.0) | {"device_name": device, "model_flops_per_second": achieved}
-    return told | {"config": {**told["config"], **config}}
+    content = record("x", 1.0) | {"device_name": device, "model_flops_per_second": achieved}
+    return content | {"config": {**content["config"], **config}}
 
 
 def test_utilization_worked_out_by_hand():

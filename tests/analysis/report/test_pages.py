@@ -206,11 +206,11 @@ def test_many_ranks_are_three_ranks_and_their_spread(tmp_path):
     files = {}
     for rank in range(RANKS):
         trace = cpu_trace(rank, RANKS)
-        for each in trace["traceEvents"]:
-            if each["name"] == "aten::add_":
-                each["dur"] = 100 + rank
-            if each["name"] == "gloo:all_reduce":
-                each["ts"], each["dur"] = each["ts"] + rank, each["dur"] - rank
+        for span in trace["traceEvents"]:
+            if span["name"] == "aten::add_":
+                span["dur"] = 100 + rank
+            if span["name"] == "gloo:all_reduce":
+                span["ts"], span["dur"] = span["ts"] + rank, span["dur"] - rank
         files[rank] = write(tmp_path / f"rank_{rank}" / f"{RUN_ID}.step7.pt.trace.json.gz", trace)
     memory = [memory_of(rank, 1.0 + rank) for rank in range(RANKS)]
     write(tmp_path / f"{RUN_ID}.run.json", record("x", 0.2) | {"world_size": RANKS, "run_id": RUN_ID, "memory": memory})

@@ -55,8 +55,8 @@ UNUSABLE = {
 }
 
 
-def content(what):
-    return what if isinstance(what, bytes) else json.dumps({"traceEvents": what}).encode()
+def content(trace):
+    return trace if isinstance(trace, bytes) else json.dumps({"traceEvents": trace}).encode()
 
 
 @each_row("case", UNUSABLE)
@@ -64,14 +64,14 @@ def test_what_cannot_be_used_is_said_in_one_line(tmp_path, case):
     data, message = UNUSABLE[case]
     path = tmp_path / NAME
     path.write_bytes(content(data))
-    found = read_rank(path, 0, include_last_step=False)
-    assert isinstance(found, str) and found.startswith(str(path)) and "\n" not in found
-    assert re.search(message, found), found
+    problem = read_rank(path, 0, include_last_step=False)
+    assert isinstance(problem, str) and problem.startswith(str(path)) and "\n" not in problem
+    assert re.search(message, problem), problem
 
 
 def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path, capsys):
     trace_dir = write_run(tmp_path / "profile" / "x")
-    broken, whole = (next(trace_dir.glob(f"rank_{rank}/*")) for rank in (0, 1))
+    broken, intact = (next(trace_dir.glob(f"rank_{rank}/*")) for rank in (0, 1))
     broken.write_bytes(b"")
     assert main("reports", ["--trace-dir", str(trace_dir)]) == 0
     reads, *warnings = capsys.readouterr().err.splitlines()
@@ -82,7 +82,7 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path, capsys):
     rows = list(csv.DictReader(page.with_suffix(".csv").open()))
     assert [row["rank"] for row in rows] == ["1"]
     before = page.read_bytes()
-    whole.write_bytes(b"")
+    intact.write_bytes(b"")
     assert main("reports", ["--trace-dir", str(trace_dir)]) == 1
     error = capsys.readouterr().err.removeprefix(READS)
     assert error.startswith("error: ") and error.count("\n") == 1 and "1 others" in error, error
@@ -94,10 +94,10 @@ def test_an_incomplete_run_has_no_figure_that_compares_ranks(tmp_path, capsys):
     next(trace_dir.glob("rank_0/*")).unlink()
     assert main("reports", ["--trace-dir", str(trace_dir)]) == 0
     assert "no trace of rank 0; copy the missing files here" in capsys.readouterr().err
-    found = analyse_window(find_windows(trace_dir)[0]).exposure
-    assert found.collectives[["wait_ms", "late_rank", "lateness_ms", "busbw_gbps"]].isna().to_numpy().all()
-    assert found.steps[["exposed_wait_ms", "exposed_transfer_ms"]].isna().to_numpy().all()
-    assert found.steps["exposed_ms"].tolist() == pytest.approx([0.2, 0.2])
+    tables = analyse_window(find_windows(trace_dir)[0]).exposure
+    assert tables.collectives[["wait_ms", "late_rank", "lateness_ms", "busbw_gbps"]].isna().to_numpy().all()
+    assert tables.steps[["exposed_wait_ms", "exposed_transfer_ms"]].isna().to_numpy().all()
+    assert tables.steps["exposed_ms"].tolist() == pytest.approx([0.2, 0.2])
 
 
 def test_a_window_that_cannot_be_used_leaves_the_others(tmp_path, capsys):

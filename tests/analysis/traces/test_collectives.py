@@ -31,9 +31,9 @@ def profiled(body: Callable[[int, int], None]) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        seen = gloo_collectives(read_trace(path).events, size)[0]
-    assert (seen["end"] >= seen["start"]).all() and (seen["start"] >= seen["issued"]).all()
-    return list(zip(seen["kind"], seen["bytes"], strict=True))
+        calls = gloo_collectives(read_trace(path).events, size)[0]
+    assert (calls["end"] >= calls["start"]).all() and (calls["start"] >= calls["issued"]).all()
+    return list(zip(calls["kind"], calls["bytes"], strict=True))
 
 
 def scatters_of(rank: int, size: int, share: int, dtype: torch.dtype) -> list[Any]:
@@ -135,8 +135,8 @@ def test_a_span_from_before_the_window_goes_to_no_later_call():
         event("cpu_op", "c10d::_allgather_base_", 20, 1, **{"Input Dims": [[10], [5], [], [], []]}),
         event("user_annotation", "gloo:all_gather", 22, 4, 2, **shape),
     ]
-    seen = gloo_collectives(parsed(*events).events, world_size=2)[0]
-    assert seen[["start", "end", "bytes"]].to_numpy().tolist() == [[22, 26, 40]]
+    calls = gloo_collectives(parsed(*events).events, world_size=2)[0]
+    assert calls[["start", "end", "bytes"]].to_numpy().tolist() == [[22, 26, 40]]
 
 
 def test_a_call_is_not_of_the_thread_of_another_group():
@@ -152,5 +152,5 @@ def test_a_call_is_not_of_the_thread_of_another_group():
     for start, kind, thread in ((6, "all_gather", 2), (30, "all_reduce", 3), (40, "all_reduce", 2)):
         shape = {"Input Dims": [[5]], "Input type": ["float"]}
         events.append(event("user_annotation", f"gloo:{kind}", start, 4, thread, **shape))
-    seen = gloo_collectives(parsed(*sorted(events, key=lambda each: each["ts"])).events, world_size=4)[0]
-    assert seen["start"].tolist() == [6, 40, 30]
+    calls = gloo_collectives(parsed(*sorted(events, key=lambda span: span["ts"])).events, world_size=4)[0]
+    assert calls["start"].tolist() == [6, 40, 30]

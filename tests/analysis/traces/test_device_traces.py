@@ -55,8 +55,8 @@ def nccl_kernels(trace):
     launched, (step,) = raw.launches(trace), raw.step_events(trace)
     begin, end = raw.span(step)
     nccl = [event for event in raw.on_device(trace) if raw.lane_of(event) == "communication"]
-    own = [event for event in nccl if begin <= launched.get(event["args"]["correlation"], -1) <= end]
-    return sorted(own, key=lambda event: launched[event["args"]["correlation"]])
+    of_step = [event for event in nccl if begin <= launched.get(event["args"]["correlation"], -1) <= end]
+    return sorted(of_step, key=lambda event: launched[event["args"]["correlation"]])
 
 
 def kind_and_bytes(args):
@@ -75,11 +75,11 @@ def test_times(folder):
         rows = steps[steps["rank"] == timeline.rank].to_dict("records")
         for row, (begin, end) in zip(rows, windows, strict=True):
             parts = raw.parts(spans, begin, end)
-            ours = [row[name] for name in ("compute_ms", "exposed_ms", "exposed_copy_ms", "idle_ms", "step_ms")]
-            hand = [parts[name] / 1000 for name in ("compute", "communication", "copy", "idle")] + [
+            reported = [row[name] for name in ("compute_ms", "exposed_ms", "exposed_copy_ms", "idle_ms", "step_ms")]
+            expected = [parts[name] / 1000 for name in ("compute", "communication", "copy", "idle")] + [
                 (end - begin) / 1000
             ]
-            assert ours == pytest.approx(hand, rel=0.01, abs=1e-3)
+            assert reported == pytest.approx(expected, rel=0.01, abs=1e-3)
 
 
 @each_row(
@@ -96,31 +96,31 @@ def test_collectives_of_two_ranks(choice, calls):
     analysis = analysed(TRACES / "h100_two_ranks" / f"{choice}_nccl2")
     traces = [read(timeline.path) for timeline in analysis.timelines]
     kernels = [nccl_kernels(trace) for trace in traces]
-    told = [[(*kind_and_bytes(kernel["args"]), kernel["args"]["stream"]) for kernel in each] for each in kernels]
-    assert told[0] == told[1]
-    found = {}
-    for kind, size, stream in told[0]:
-        count, before = found.get((kind, stream), (0, 0))
-        found[kind, stream] = (count + 1, before + size)
-    assert found == calls | {("broadcast", 7): (1, 256), ("all_reduce", 7): (1, 16)}
+    expected = [[(*kind_and_bytes(kernel["args"]), kernel["args"]["stream"]) for kernel in queue] for queue in kernels]
+    assert expected[0] == expected[1]
+    totals = {}
+    for kind, size, stream in expected[0]:
+        count, before = totals.get((kind, stream), (0, 0))
+        totals[kind, stream] = (count + 1, before + size)
+    assert totals == calls | {("broadcast", 7): (1, 256), ("all_reduce", 7): (1, 16)}
     table = analysis.exposure.collectives
-    assert len(table) == 2 * (len(told[0]) + 2)  # and two of Gloo
-    arrived = [max(each["ts"] for each in call) for call in zip(*kernels, strict=True)]
-    for rank, own in enumerate(kernels):
+    assert len(table) == 2 * (len(expected[0]) + 2)  # and two of Gloo
+    arrived = [max(kernel["ts"] for kernel in call) for call in zip(*kernels, strict=True)]
+    for rank, queue in enumerate(kernels):
         rows = table[(table["rank"] == rank) & (table["group"] == "all ranks, group 0")]
-        seen = rows[["kind", "bytes", "stream"]].itertuples(index=False)
-        assert [(kind, size, int(stream.split()[1])) for kind, size, stream in seen] == told[rank]
-        ends = [kernel["ts"] + kernel["dur"] for kernel in own]
+        cells = rows[["kind", "bytes", "stream"]].itertuples(index=False)
+        assert [(kind, size, int(stream.split()[1])) for kind, size, stream in cells] == expected[rank]
+        ends = [kernel["ts"] + kernel["dur"] for kernel in queue]
         turns = [min(last, end) for last, end in zip(arrived, ends, strict=True)]  # who sends may be done before
-        waits = [(kernel["ts"], turn) for kernel, turn in zip(own, turns, strict=True)]
+        waits = [(kernel["ts"], turn) for kernel, turn in zip(queue, turns, strict=True)]
         transfers = list(zip(turns, ends, strict=True))
         for name, spans in (("wait_ms", waits), ("transfer_ms", transfers)):
             assert rows[name].tolist() == pytest.approx([(end - start) / 1000 for start, end in spans], abs=CLOCKS_MS)
         compute = raw.lanes(traces[rank], everything=True)["compute"]
-        within = [sum(kernel["ts"] < at < end for at, _ in compute) for kernel, end in zip(own, ends, strict=True)]
+        within = [sum(kernel["ts"] < at < end for at, _ in compute) for kernel, end in zip(queue, ends, strict=True)]
         assert rows["compute_starts"].tolist() == within
         gloo = [raw.span(event) for event in raw.complete(traces[rank]) if raw.is_gloo(event)]  # issued before them
         lanes = {"compute": compute, "gloo": gloo, "wait": waits, "transfer": transfers}
-        parts = raw.parts(lanes, own[0]["ts"], max(ends))
+        parts = raw.parts(lanes, queue[0]["ts"], max(ends))
         assert rows["exposed_ms"].sum() == pytest.approx((parts["wait"] + parts["transfer"]) / 1000, rel=0.01)
-        assert rows["exposed_wait_ms"].sum() == pytest.approx(parts["wait"] / 1000, abs=CLOCKS_MS * len(own))
+        assert rows["exposed_wait_ms"].sum() == pytest.approx(parts["wait"] / 1000, abs=CLOCKS_MS * len(queue))

@@ -11,7 +11,7 @@ from ddp_lab.collectives.kinds import LABELS
 from tests.tables import each_row
 from tests.traces import cuda_trace, event, launched, parsed, timeline_of
 
-TOLD = {"Collective name": "allreduce", "In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float", "Group size": 2}
+ARGS = {"Collective name": "allreduce", "In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float", "Group size": 2}
 SEND_RECV = "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)"
 
 
@@ -47,8 +47,8 @@ def kernel(at, name="ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", *
 )
 def test_kinds_by_the_names_that_torch_records(name, kind):
     args = {"Collective name": name, "In msg nelems": 10, "Out msg nelems": 20, "dtype": "BFloat16"}
-    seen = collectives(*kernel(5, **args))
-    assert seen["kind"].tolist() == [kind] and seen["bytes"].tolist() == [40] and kind in LABELS
+    calls = collectives(*kernel(5, **args))
+    assert calls["kind"].tolist() == [kind] and calls["bytes"].tolist() == [40] and kind in LABELS
 
 
 def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more():
@@ -57,7 +57,7 @@ def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more():
     shapes = {"Input Dims": [[64], [48], [], [], [], []], "Input type": ["long int", "long int", "", "", "", "Scalar"]}
     of_list = {"Input Dims": [[], [], [], []], "Input type": ["TensorList", "", "", "Scalar"]}
     gather = {"Input Dims": [[8, 6], [1, 6], []], "Input type": ["float", "float", ""]}
-    seen = collectives(
+    calls = collectives(
         event("cpu_op", "c10d::alltoall_base_", 0, 9, **shapes),
         event("cpu_op", "c10d::allreduce_", 4, 400, tid=2, **of_list),
         *kernel(5, SEND_RECV, **{"External id": 5}),
@@ -66,26 +66,26 @@ def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more():
         event("cpu_op", "c10d::_allgather_base_", 20, 9, **gather),
         *kernel(25, SEND_RECV, **{"External id": 25}),
     )
-    assert seen["kind"].tolist() == ["all_to_all", "all_reduce", "all_gather"]
-    assert seen["bytes"].tolist() == pytest.approx([8 * 64, np.nan, 4 * 48], nan_ok=True)
-    assert seen["dtype"].tolist() == ["long int", "", "float"]
-    assert seen["group"].eq("all ranks").all() and seen["group_size"].eq(8).all()
+    assert calls["kind"].tolist() == ["all_to_all", "all_reduce", "all_gather"]
+    assert calls["bytes"].tolist() == pytest.approx([8 * 64, np.nan, 4 * 48], nan_ok=True)
+    assert calls["dtype"].tolist() == ["long int", "", "float"]
+    assert calls["group"].eq("all ranks").all() and calls["group_size"].eq(8).all()
 
 
 def test_groups_of_kernels():
     """Told by the kernel, by the operator that issued it, or by nobody."""
-    told = {**TOLD, "Process Group Name": "7", "Process Group Ranks": "[0, 2]"}
-    seen = collectives(
-        event("cpu_op", "record_param_comms", 0, 1, **told, **{"External id": 5}),
-        *kernel(3, **told),
+    arguments = {**ARGS, "Process Group Name": "7", "Process Group Ranks": "[0, 2]"}
+    calls = collectives(
+        event("cpu_op", "record_param_comms", 0, 1, **arguments, **{"External id": 5}),
+        *kernel(3, **arguments),
         *kernel(4, **{"External id": 5}),
         *kernel(5, **{"External id": 6}),
         *kernel(6, **{"External id": [], "Group size": "two"}),
         groups=[{"pg_name": "0", "ranks": [0, 1, 2, 3]}, {"pg_name": "7", "ranks": [0, 2]}],
     )
-    assert seen["group"].tolist() == ["ranks 0, 2, group 7"] * 2 + ["", ""]
-    assert seen["group_size"].tolist()[:2] == [2, 2] and seen["group_size"].isna().tolist()[2:] == [True, True]
-    assert seen["kind"].tolist() == ["all_reduce"] * 2 + ["other"] * 2 and seen["bytes"].tolist()[1] == 40
+    assert calls["group"].tolist() == ["ranks 0, 2, group 7"] * 2 + ["", ""]
+    assert calls["group_size"].tolist()[:2] == [2, 2] and calls["group_size"].isna().tolist()[2:] == [True, True]
+    assert calls["kind"].tolist() == ["all_reduce"] * 2 + ["other"] * 2 and calls["bytes"].tolist()[1] == 40
 
 
 def test_payloads_of_what_one_rank_does_not_hold_whole():
@@ -94,7 +94,7 @@ def test_payloads_of_what_one_rank_does_not_hold_whole():
 
     def bytes_of(name, sent, received, **args):
         sizes = {"In msg nelems": sent, "Out msg nelems": received}
-        return float(collectives(*kernel(5, **{**TOLD, "Collective name": name, **sizes, **args}))["bytes"].iloc[0])
+        return float(collectives(*kernel(5, **{**ARGS, "Collective name": name, **sizes, **args}))["bytes"].iloc[0])
 
     assert bytes_of("scatter", 0, 6) == bytes_of("scatter", 12, 6) == 4 * 12
     assert bytes_of("gather", 6, 0) == bytes_of("gather", 6, 12) == 4 * 12
@@ -102,7 +102,7 @@ def test_payloads_of_what_one_rank_does_not_hold_whole():
     assert bytes_of("barrier", 0, 0, dtype="Byte") == 0
     assert bytes_of("broadcast", 6, 6, dtype="Float8_e4m3fn") == 6
     assert np.isnan(bytes_of("broadcast", 6, 6, dtype="Int128"))
-    unknown = kernel(5, **{**TOLD, "In msg nelems": None, "Out msg nelems": "many"})
+    unknown = kernel(5, **{**ARGS, "In msg nelems": None, "Out msg nelems": "many"})
     assert collectives(*unknown)["bytes"].isna().all()
 
 
