@@ -64,8 +64,8 @@ def test_published_models(name):
 
 def test_parameters_that_are_cast():
     """The table of docs/how-it-works/precision.md."""
-    found = {stage: formula(stage, "fp32", casts=True) for stage in ("zero1", "zero2", "zero3")}
-    assert found == {"zero1": "6 + 12/N", "zero2": "2 + 16/N", "zero3": "16/N"}
+    formulas = {stage: formula(stage, "fp32", casts=True) for stage in ("zero1", "zero2", "zero3")}
+    assert formulas == {"zero1": "6 + 12/N", "zero2": "2 + 16/N", "zero3": "16/N"}
 
 
 def test_memory_of_simulated_stages_beside_formulas():

@@ -54,28 +54,28 @@ def test_meshes_of_a_cluster(gpus, meshes):
 def test_a_mixture_has_meshes_of_its_own():
     """Eight experts, and four heads. What only tp cuts has no plan, but with ep it has."""
     large = replace(case("2x4xL4", batch=16), model=models.find("sample-moe"))
-    found, left_out = on_all_meshes(large, PLAIN)
-    meshes = [str(one.mesh) for one in found]
+    fitting, left_out = on_all_meshes(large, PLAIN)
+    meshes = [str(point.mesh) for point in fitting]
     assert meshes[-2:] == ["dp=4,ep=2", "dp=2,ep=4"] and "dp=8" in meshes and "ep=" not in "".join(meshes[:-2])
     assert any(line.startswith("dp=4,tp=2: --mesh with tp: sample-moe is a mixtral") for line in left_out)
-    both = replace(large, config=large.config.but(mesh="dp=2,ep=2,tp=2"))
-    assert required(both) is both
+    combined = replace(large, config=large.config.but(mesh="dp=2,ep=2,tp=2"))
+    assert required(combined) is combined
     with pytest.raises(UserError, match="has 8 experts; take an ep that divides them"):
-        required(replace(case("3xL4", batch=6), model=large.model, config=both.config.but(mesh="ep=3")))
+        required(replace(case("3xL4", batch=6), model=large.model, config=combined.config.but(mesh="ep=3")))
 
 
 def test_meshes_that_do_not_fit_are_left_out_with_the_reason():
     """SmolLM2-135M has 9 heads; 8 samples are 2 micro-batches of 1 on each of 4 ranks, but not on each of 8."""
-    found, left_out = on_all_meshes(case("4xL4"), PLAIN)
-    assert [str(one.mesh) for one in found] == ["dp=4", "dp=2,pp=2", "pp=4"] and found[0].micro_batch_size == 1
+    fitting, left_out = on_all_meshes(case("4xL4"), PLAIN)
+    assert [str(point.mesh) for point in fitting] == ["dp=4", "dp=2,pp=2", "pp=4"] and fitting[0].micro_batch_size == 1
     assert len(left_out) == 3 and left_out[1].startswith("tp=4: ")
     assert left_out[1].endswith("has 9 heads and 3 of keys and values, which 4 ranks of tp cannot share")
     large = replace(case("8xL4"), model=models.from_sizes(64, 96, 2, 8, 2, 50))
     settings = PLAIN | {"sequence_parallel": True, "pipeline_schedule": "gpipe"}
-    found, left_out = on_all_meshes(large, settings)
+    fitting, left_out = on_all_meshes(large, settings)
     assert [
-        (str(one.mesh), one.micro_batch_size, one.config.sequence_parallel, one.config.pipeline_schedule)
-        for one in found
+        (str(point.mesh), point.micro_batch_size, point.config.sequence_parallel, point.config.pipeline_schedule)
+        for point in fitting
     ] == [
         ("dp=4,tp=2", 1, True, "1f1b"),
         ("dp=2,tp=4", 2, True, "1f1b"),
@@ -94,15 +94,15 @@ def test_meshes_that_do_not_fit_are_left_out_with_the_reason():
 def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it(gpus):
     """Its step takes at least so long, and is not the fastest."""
     few = replace(case(f"{gpus}xL4", batch=gpus, grad_accum_steps=1), sequence_length=2048)
-    made = replace(few, model=models.from_sizes(256, 1024, 2, 2, 2, 50))
-    space = Space([filled(each) for each in on_all_meshes(made, PLAIN)[0]], ("zero1",), any_mesh=True)
+    root = replace(few, model=models.from_sizes(256, 1024, 2, 2, 2, 50))
+    space = Space([filled(point) for point in on_all_meshes(root, PLAIN)[0]], ("zero1",), any_mesh=True)
     search = Search(space)
-    found = list(search.run(lambda cases: map(outcome, cases), 1))
-    kept = [each.case.name for each in found]
-    pipelines = [each for each in space.roots() if each.config.has_stages and each.name not in kept]
+    outcomes = list(search.run(lambda cases: map(outcome, cases), 1))
+    names = [result.case.name for result in outcomes]
+    pipelines = [point for point in space.roots() if point.config.has_stages and point.name not in names]
     assert pipelines and len(search.left_out) == len(pipelines)
-    for each in pipelines:
-        assert search.best and outcome(each).step_s >= search.least_s(each) > search.best.step_s, each.mesh
+    for point in pipelines:
+        assert search.best and outcome(point).step_s >= search.least_s(point) > search.best.step_s, point.mesh
 
 
 @each_row(("layers", "left_out"), [(4, ""), (8, "simple_ddp@dp4: "), (40, "simple_ddp@dp4: ")])
@@ -111,8 +111,8 @@ def test_what_cannot_fit_is_left_out(layers, left_out):
     few = replace(case("4xL4", batch=64), model=models.from_sizes(4096, 11008, layers, 1, 1, 50))
     space = Space(on_all_meshes(few, PLAIN)[0][:1], ("simple_ddp", "zero3"), any_mesh=True)
     search = Search(space)
-    kept = search.that_may_fit(list(space.roots()))
-    assert len(kept) == 2 - bool(left_out) and search.left_out.get("states", "").startswith(left_out)
+    fitting = search.that_may_fit(list(space.roots()))
+    assert len(fitting) == 2 - bool(left_out) and search.left_out.get("states", "").startswith(left_out)
 
 
 @each_row(("choice", "micro_batches"), [("zero1", 4), ("simple_ddp", 1)])

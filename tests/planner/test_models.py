@@ -17,7 +17,7 @@ from tests.tables import each_row
 
 
 @each_row(
-    ("name", "known"),
+    ("name", "expected"),
     [
         ("Mixtral-8x7B", "mistralai/Mixtral-8x7B-v0.1"),
         ("qwen/QWEN3", "Qwen/Qwen3-30B-A3B"),
@@ -28,11 +28,11 @@ from tests.tables import each_row
         ("", None),
     ],
 )
-def test_the_beginning_of_a_name_is_enough_where_it_is_unique(name, known):
+def test_the_beginning_of_a_name_is_enough_where_it_is_unique(name, expected):
     try:
-        assert models.find(name).name == known
+        assert models.find(name).name == expected
     except UserError:
-        assert known is None
+        assert expected is None
 
 
 def test_a_language_model_is_that_of_the_runner(tmp_path):
@@ -48,8 +48,8 @@ def test_a_language_model_is_that_of_the_runner(tmp_path):
     for name in BUILT_IN_LANGUAGE:
         runs, plans = sample_model(RunConfig(workload=name)), models.find(name).build()
         assert {n: p.shape for n, p in plans.named_parameters()} == {n: p.shape for n, p in runs.named_parameters()}
-        both = [getattr(each.config, "output_router_logits", None) for each in (runs, plans)]
-        assert both == [True if name == "sample-moe" else None] * 2
+        flags = [getattr(model.config, "output_router_logits", None) for model in (runs, plans)]
+        assert flags == [True if name == "sample-moe" else None] * 2
     plans = planned.build()
     (batch,) = planned.micro_batches(1, 2, 7)
     sample = {"input_ids": torch.ones(7, dtype=torch.long), "position_ids": torch.arange(7)}

@@ -104,12 +104,12 @@ def test_flops_by_formula_are_those_of_a_run(type, task, kv_heads):
 )
 def test_of_experts_those_count_that_a_token_gets(type, experts, alike):
     """Two of eight as wide as one of twice the width, and the router."""
-    both = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    both["vocab_size"] = 200
-    mixture = Model("m", type, {**both, **experts, "num_experts_per_tok": 2}, task="causal-lm")
-    dense = flops_of_a_sample(Model("d", "llama", {**both, **alike}, task="causal-lm"), 32)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    shape["vocab_size"] = 200
+    mixture = Model("m", type, {**shape, **experts, "num_experts_per_tok": 2}, task="causal-lm")
+    dense = flops_of_a_sample(Model("d", "llama", {**shape, **alike}, task="causal-lm"), 32)
     assert dense and flops_of_a_sample(mixture, 32) == dense + 32 * 6 * 2 * 64 * 8
-    unsaid = Model("u", "granitemoe", {**both, "intermediate_size": 96, "num_local_experts": 8}, task="causal-lm")
+    unsaid = Model("u", "granitemoe", {**shape, "intermediate_size": 96, "num_local_experts": 8}, task="causal-lm")
     assert multiplied(unsaid.build(), None) is None
 
 
@@ -124,7 +124,7 @@ def test_interval():
 
 
 @each_row(
-    ("times", "peaks", "taken"),
+    ("times", "peaks", "expected"),
     [
         ((90, 100, 150), (30, 19, 5), "flat_ddp"),  # the fastest that fits
         ((101.9, 100, 102.1), (9, 8, 1), "simple_ddp"),  # of equally fast ones the simplest where there is room,
@@ -134,13 +134,13 @@ def test_interval():
         ((90, 90, 90), (40, 40, 30), None),  # nothing fits
     ],
 )
-def test_which_choice_is_recommended(times, peaks, taken):
+def test_which_choice_is_recommended(times, peaks, expected):
     names = ("simple_ddp", "flat_ddp", "zero3")
     outcomes = made(**{name: simulation(ms, 0, gib) for name, ms, gib in zip(names, times, peaks, strict=True)})
     best = recommended(outcomes)
-    assert (best and best.case.config.choice) == taken
+    assert (best and best.case.config.choice) == expected
     text = " ".join(reasons(outcomes))
-    assert text.startswith(f"Take {taken}: " if taken else "No strategy fits. zero3 comes nearest: ")
+    assert text.startswith(f"Take {expected}: " if expected else "No strategy fits. zero3 comes nearest: ")
     assert "nothing to recommend" in reasons(made(zero1=None))[0]
 
 
@@ -158,9 +158,9 @@ def test_which_choice_is_recommended(times, peaks, taken):
 )
 def test_what_does_not_fit_says_what_would(peaks, phrases):
     def simulate(cases):
-        for each in cases:
-            names = {each.config.choice, each.level, str(each.cluster.world_size), f"micro {each.micro_batch_size}"}
-            yield Outcome(each, simulation(90, 0, min(peaks.get(name, 40) for name in names)))
+        for point in cases:
+            names = {point.config.choice, point.level, str(point.cluster.world_size), f"micro {point.micro_batch_size}"}
+            yield Outcome(point, simulation(90, 0, min(peaks.get(name, 40) for name in names)))
 
     of = case(batch=16)
     outcomes = [Outcome(of.but(choice="zero1"), simulation(100, 0, 30)), Outcome(of.but(choice="zero2"), None, "?")]
@@ -173,9 +173,9 @@ def test_what_would_be_faster_is_simulated_too():
     speeds = {"bf16": 60, "selective": 70, "none": 101}
 
     def simulate(cases):
-        for each in cases:
-            precision = each.config.strategy.precision
-            yield Outcome(each, simulation(speeds[precision if precision == "bf16" else each.level], 0, 8))
+        for point in cases:
+            precision = point.config.strategy.precision
+            yield Outcome(point, simulation(speeds[precision if precision == "bf16" else point.level], 0, 8))
 
     blocks = Outcome(case(activation_checkpointing="block", choice="zero1"), simulation(100, 0, 9))
     (sentence,) = plan.besides([blocks], blocks, simulate)
@@ -219,12 +219,12 @@ def test_plan_from_beginning_to_end(tmp_path):
     assert table.choice.tolist() == ["bucket_ddp_async", "pytorch_ddp", "baseline", "deepspeed_zero1"]
     assert list(table.columns) == [name for name in PLAN_COLUMNS if name in table.columns]
     assert table.fits.tolist() == ["yes"] * 3 + ["unknown"] and table.step_time_ms[0] == table.step_time_ms[2]
-    known = table.dropna(subset=["step_time_ms"])
+    rows = table.dropna(subset=["step_time_ms"])
     parts = [name for name in table.columns if name.startswith("peak_") and name != "peak_bytes"]
-    assert known[parts].sum(axis="columns").tolist() == known.peak_bytes.tolist()
+    assert rows[parts].sum(axis="columns").tolist() == rows.peak_bytes.tolist()
     elements = models.from_sizes(64, 96, 1, vocab=50).elements()
-    assert (known.peak_parameters_bytes >= 4 * elements).all() and (known.peak_bytes < 40 * elements).all()
-    assert (known.step_time_low_ms < known.step_time_ms).all() and (known.step_time_high_ms > known.step_time_ms).all()
+    assert (rows.peak_parameters_bytes >= 4 * elements).all() and (rows.peak_bytes < 40 * elements).all()
+    assert (rows.step_time_low_ms < rows.step_time_ms).all() and (rows.step_time_high_ms > rows.step_time_ms).all()
     reason = "not installed; run: uv sync" if sharding.REGISTRY.missing else "DeepSpeed compiles extensions of its own"
     assert reason in table.note[3]
 
@@ -232,14 +232,14 @@ def test_plan_from_beginning_to_end(tmp_path):
 def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path):
     """What the plan assumes of routing is said; biases save the forward passes ahead that the loss's term needs."""
     where = ["--gpus", "4xL4", "--link", "pcie4", "--sequence-length", "128", "--jobs", "1", "--grad-accum-steps", "2"]
-    found = []
+    step_times = []
     for flags in ([], ["--router-bias", "0.001"]):
         table = tmp_path / "plan.csv"
         how = ["--mesh", "dp=2,ep=2", "--choices", "zero1", *flags, "--csv", str(table)]
         answer = planned("--model", "sample-moe", *where, *how)
         assert answer.returncode == 0, answer.stderr
-        found.append(pd.read_csv(table).step_time_ms[0])
-    assert 1.2 < found[0] / found[1] < 1.5
+        step_times.append(pd.read_csv(table).step_time_ms[0])
+    assert 1.2 < step_times[0] / step_times[1] < 1.5
     assert "Take zero1@dp2-ep2: " in answer.stdout and " --workload sample-moe " in answer.stdout
     assert "Experts: each is assumed to get equally many tokens" in answer.stdout
     assert re.search(r"1 variant\n1 of 1: zero1@dp2-ep2 with --precision bf16: [\d.]+ ms", answer.stderr)
@@ -293,8 +293,8 @@ def test_flags_and_columns_are_documented():
     for command in script.COMMANDS:
         section = text.split(f"### {command}\n")[1].split("\n### ")[0]
         flags = [action.option_strings[0] for action in script.build_parser(command)._actions if action.option_strings]
-        known = plans if command in ("search", "memory") else flags[:1]
-        assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == [name for name in flags if name not in known]
+        base = plans if command in ("search", "memory") else flags[:1]
+        assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == [name for name in flags if name not in base]
         plans = flags if command == "plan" else plans
     rows = text.split("| column |")[1].split("\n\n")[0]
     explained = [(name, column.meaning) for name, column in PLAN_COLUMNS.items()]
@@ -310,5 +310,5 @@ def test_commands_of_the_guide_can_be_planned():
         options = script.build_parser().parse_args(command.split())
         options.searches = False
         plan.space_of(options)
-        (taken,) = re.findall(r"^- Take (\w+):", section, re.MULTILINE)
-        assert taken in options.choices.split(",") and any(taken in of.sentences for of in REGISTRIES.values())
+        (choice,) = re.findall(r"^- Take (\w+):", section, re.MULTILINE)
+        assert choice in options.choices.split(",") and any(choice in of.sentences for of in REGISTRIES.values())

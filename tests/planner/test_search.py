@@ -32,22 +32,22 @@ def made_up(cases):
         activations = 4 * point.micro_batch_size * SMALLER[point.level]
         ms = (100 * SLOWER[point.level] + 5 * steps) * (1.1 if is_sharded else 1.0)
         ms *= 0.9 if point.config.strategy.compile else 1.0
-        whole = simulation(ms, 0, 1)
-        held = {"parameters": (2 if is_sharded else 12) << 30, "activations": int(activations * 2**30)}
-        yield Outcome(point, replace(whole, memory=replace(whole.memory, at_peak=held)))
+        step = simulation(ms, 0, 1)
+        at_peak = {"parameters": (2 if is_sharded else 12) << 30, "activations": int(activations * 2**30)}
+        yield Outcome(point, replace(step, memory=replace(step.memory, at_peak=at_peak)))
 
 
 def space(**axes):
     """16 samples on 2 L4 of 21.5 GiB."""
-    of = case(batch=16, grad_accum_steps=1)
-    device = replace(of.cluster.device, memory_bytes=int(21.5 * 2**30 + of.outside_bytes))
-    of = replace(of, cluster=replace(of.cluster, device=device))
+    point = case(batch=16, grad_accum_steps=1)
+    device = replace(point.cluster.device, memory_bytes=int(21.5 * 2**30 + point.outside_bytes))
+    point = replace(point, cluster=replace(point.cluster, device=device))
     axes = {"choices": ("bucket_ddp_async", "zero1"), "levels": RECOMPUTATION, "compiled": [False], **axes}
-    return Space([of], searches=True, **{"any_steps": True, **axes})
+    return Space([point], searches=True, **{"any_steps": True, **axes})
 
 
-def found_in(of, at_once=2):
-    return list(Search(of).run(made_up, at_once))
+def found_in(grid, at_once=2):
+    return list(Search(grid).run(made_up, at_once))
 
 
 @each_row(("compiled", "share"), [([False], 0.7), ([True, False], 0.7)])
@@ -57,25 +57,25 @@ def test_the_best_is_found_without_trying_all(compiled, share):
     assert [root.config.choice for root in of.roots()] == ["bucket_ddp_async", "zero1"]
     every = [way for root in of.roots() for steps in (1, 2, 4, 8) for way in of.ways(root.but(grad_accum_steps=steps))]
     outcomes = found_in(of)
-    best, mine = (
-        min(some, key=lambda found: found.step_s if found.fits(0.1) else 1e9)
-        for some in (list(made_up(every)), outcomes)
+    best, chosen = (
+        min(results, key=lambda result: result.step_s if result.fits(0.1) else 1e9)
+        for results in (list(made_up(every)), outcomes)
     )
-    assert mine == best and len(outcomes) < share * len(every) and len(every) == 24
+    assert chosen == best and len(outcomes) < share * len(every) and len(every) == 24
     assert best.case.config.strategy.compile == compiled[0]
-    assert len({found.case.config for found in outcomes}) == len(outcomes), "none twice"
+    assert len({result.case.config for result in outcomes}) == len(outcomes), "none twice"
 
 
 def test_what_is_fixed_is_not_tried():
     fixed = found_in(space(choices=("zero1",), levels=["selective"], compiled=[True, False], any_steps=False))
-    assert {found.case.config.grad_accum_steps for found in fixed} == {1}
-    assert {found.case.config.strategy.compile for found in fixed} == {False}, "what does not go together is skipped"
+    assert {result.case.config.grad_accum_steps for result in fixed} == {1}
+    assert {result.case.config.strategy.compile for result in fixed} == {False}, "what does not go together is skipped"
 
 
 def test_what_a_sample_took_elsewhere_is_not_simulated_again():
     """32 GiB of activations in one micro-batch of 8 fit nowhere: the second choice begins with what may fit."""
     outcomes = found_in(space(levels=["none"]), at_once=1)
-    sizes = [(found.case.config.choice, found.case.micro_batch_size) for found in outcomes]
+    sizes = [(result.case.config.choice, result.case.micro_batch_size) for result in outcomes]
     assert sizes[:2] == [("bucket_ddp_async", 8), ("zero1", 4)] and ("zero1", 8) not in sizes
 
 
@@ -83,8 +83,8 @@ def test_ways_of_a_mesh():
     """On a mesh with tp nothing is compiled; elsewhere what may be compiled is not looked for without."""
     of = space(compiled=[True, False])
     for mesh, ways in ((None, ["none*", "selective", "block*"]), ("dp=2,tp=2", ["none", "selective", "block"])):
-        told = [(way.level, way.config.strategy.compile) for way in of.ways(case("4xL4", batch=16, mesh=mesh))]
-        assert [level + "*" * compiled for level, compiled in told] == ways
+        levels = [(way.level, way.config.strategy.compile) for way in of.ways(case("4xL4", batch=16, mesh=mesh))]
+        assert [level + "*" * compiled for level, compiled in levels] == ways
 
 
 def test_the_front_is_what_nothing_beats():
@@ -92,14 +92,14 @@ def test_the_front_is_what_nothing_beats():
     peaks = ((90, 21, None), (100, 10, None), (99, 8, "dp=2,tp=2"), (104, 12, None), (105, 4, None))
     outcomes = [Outcome(case("4xL4", batch=16, mesh=mesh), simulation(ms, 0, gib)) for ms, gib, mesh in peaks]
     best = recommended(outcomes)
-    assert best is outcomes[1] and [outcomes.index(found) for found in front(outcomes, best)] == [1, 2, 4]
+    assert best is outcomes[1] and [outcomes.index(result) for result in front(outcomes, best)] == [1, 2, 4]
     assert recommended(outcomes[:1]) is outcomes[0], "where nothing leaves a tenth"
 
 
-@pytest.mark.parametrize("wanted", [1, 3, 7.9, 100, 733, 1465])
-def test_a_batch_of_so_many_tokens_has_many_divisors(wanted):
-    found = near(wanted)
-    assert abs(found - wanted) <= max(wanted / 16, 0.5) and found % 2 ** max(0, found.bit_length() - 5) == 0
+@pytest.mark.parametrize("tokens", [1, 3, 7.9, 100, 733, 1465])
+def test_a_batch_of_so_many_tokens_has_many_divisors(tokens):
+    batch = near(tokens)
+    assert abs(batch - tokens) <= max(tokens / 16, 0.5) and batch % 2 ** max(0, batch.bit_length() - 5) == 0
 
 
 MORE = [("zero2", 4, None), ("tp", 2, "dp=2,tp=2"), ("zero1", 4, "dp=2,ep=2")]
@@ -148,5 +148,5 @@ def test_search_from_beginning_to_end(tmp_path):
     assert answer.returncode == 0, answer.stderr
     assert "Take zero1, one micro-batch of 4, no recomputation, compiled: " in answer.stdout
     assert " --ddp-choice zero1 " in answer.stdout and " --compile" in answer.stdout
-    found = pd.read_csv(table)
-    assert found.fits[0] == "yes" and found.micro_batch_size.max() == 4 and set(found["compile"]) == {"yes", "no"}
+    rows = pd.read_csv(table)
+    assert rows.fits[0] == "yes" and rows.micro_batch_size.max() == 4 and set(rows["compile"]) == {"yes", "no"}

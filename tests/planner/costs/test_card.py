@@ -99,8 +99,8 @@ def test_a_plan_takes_every_field(recorded, tmp_path):
     for field, less in FIELDS.items():
         *outer, name = field.split(".")
         at = worse = deepcopy(entry)
-        for each in outer:
-            at = at[each]
+        for key in outer:
+            at = at[key]
         at[name] /= less
         assert step_of(worse, tmp_path) > 1.0001 * before_s, field
 
@@ -129,7 +129,7 @@ def test_the_table_has_the_form_of_a_file():
 def test_a_file_may_be_like_an_entry(tmp_path):
     path = tmp_path / "own.toml"
     path.write_text('[devices.mine]\nlike = "H100"\nmemory_mib = 1024\nsource = "me"\n')
-    mine, h100 = hardware.cluster(f"2x8x{path}", between="ndr"), hardware.cluster("2x8xH100", between="ndr")
-    assert mine.device.memory_bytes == 2**30 and mine.inside == h100.inside and mine.ranks_per_node == 8
+    custom, h100 = hardware.cluster(f"2x8x{path}", between="ndr"), hardware.cluster("2x8xH100", between="ndr")
+    assert custom.device.memory_bytes == 2**30 and custom.inside == h100.inside and custom.ranks_per_node == 8
     call = OperatorCall("aten.mm.default", ((2, 2),), ("bfloat16",), 10**12, 100)
-    assert mine.device.seconds(call) == h100.device.seconds(call)
+    assert custom.device.seconds(call) == h100.device.seconds(call)

@@ -34,7 +34,7 @@ def test_pretended_tensors_make_the_same_calls_as_real_ones():
     with FakeTensorMode():
         pretended = step_calls()
     assert pretended == real
-    assert {"aten.addmm.default", "aten._fused_adamw_.default"} <= {each.name for each in real}
+    assert {"aten.addmm.default", "aten._fused_adamw_.default"} <= {call.name for call in real}
 
 
 def test_calls_count_what_operators_do():
@@ -52,7 +52,7 @@ def test_calls_count_what_operators_do():
         torch.ones(15).view(3, 5)
         torch.nn.functional.embedding(torch.tensor([1, 2]), torch.ones(1000, 4))
         torch.ones(3, 4)[:, :1].expand(3, 4).sum()
-    calls = {each.name.removeprefix("aten."): each for each in operators.calls}
+    calls = {call.name.removeprefix("aten."): call for call in operators.calls}
     assert calls["mm.default"].flops == 2 * 3 * 4 * 5
     moved = {"copy_.default": 2 * 40, "add_.Tensor": 3 * 40, "mul_.Tensor": 2 * 40, "_foreach_add_.List": 3 * 40}
     moved |= {"_fused_adamw_.default": 7 * 40 + 4, "mm.default": 4 * (3 * 4 + 4 * 5 + 3 * 5), "view.default": 0}
@@ -77,28 +77,28 @@ def test_roofline_by_hand():
 
 def test_how_operators_reach_memory():
     """Whatever torch cannot handle several elements of at a time is scattered."""
-    wide, heads, whole = torch.ones(6, 4), torch.ones(2, 3, 4).transpose(0, 1), torch.ones(3, 2, 4)
-    made = {
+    wide, heads, block = torch.ones(6, 4), torch.ones(2, 3, 4).transpose(0, 1), torch.ones(3, 2, 4)
+    cases = {
         "contiguous": [lambda: wide + wide, lambda: heads * heads, lambda: wide.to(torch.bfloat16), lambda: wide * 2.0],
         "scattered": [
-            *(lambda: wide * wide[0], lambda: wide * wide[:, :1], lambda: wide[:, :2].neg(), lambda: heads + whole),
+            *(lambda: wide * wide[0], lambda: wide * wide[:, :1], lambda: wide[:, :2].neg(), lambda: heads + block),
             *(lambda: wide.mean(1), lambda: torch.cat([wide, wide], 1), lambda: heads.clone(memory_format=DENSE)),
         ],
         "rows": [lambda: wide.log_softmax(1), lambda: torch.nn.functional.layer_norm(wide, (4,))],
         "derivative": [lambda: torch.ops.aten.silu_backward(wide, wide)],
-        "causal": [lambda: ATTENTION(whole[None], whole[None], whole[None], is_causal=True)],
+        "causal": [lambda: ATTENTION(block[None], block[None], block[None], is_causal=True)],
     }
-    for kind, calls in made.items():
-        for number, one in enumerate(calls):
+    for kind, calls in cases.items():
+        for number, compute in enumerate(calls):
             with Operators() as operators:
-                one()
-            assert {each.access for each in operators.calls if each.bytes_moved} == {kind}, (kind, number)
+                compute()
+            assert {call.access for call in operators.calls if call.bytes_moved} == {kind}, (kind, number)
     with Operators() as operators:
         torch.cat([torch.ones(2, 200), torch.ones(2, 200)], 1)
         wide.sum()
         torch._foreach_add_([wide, torch.ones(2)], 1.0)
         torch.nn.functional.embedding(torch.tensor([1, 2]), wide)
-    assert {each.access for each in operators.calls} == {"contiguous"}, "long pieces, one result, or one after another"
+    assert {call.access for call in operators.calls} == {"contiguous"}, "long pieces, one result, or one after another"
 
 
 def test_each_group_takes_memory_outside_torch():

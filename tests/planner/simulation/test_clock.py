@@ -51,12 +51,12 @@ def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latenc
     Beside the first, compute was 1.5 times as slow, so that of its 3 s there one is still to be done.
     """
     clock, queue = Clock(1.5), Queue(1)
-    one = cost(latency, 3.0 - latency)
+    collective = cost(latency, 3.0 - latency)
     clock.compute(4.0)
-    first = clock.issue(one, queue, ready_s=1.0)
+    first = clock.issue(collective, queue, ready_s=1.0)
     assert (first.began_s, first.ended_s, clock.in_flight_s) == (1.0, 4.0, 3.0)
     assert clock.now_s == clock.compute_s == pytest.approx(5.0)
-    second = clock.issue(one, queue, ready_s=1.0)
+    second = clock.issue(collective, queue, ready_s=1.0)
     assert second.began_s == 4.0 and clock.now_s > 5.0
     clock.wait(second)
     assert clock.now_s == pytest.approx(7.0) and clock.in_flight_s == pytest.approx(6.0)
@@ -88,9 +88,9 @@ def play(issued, contention=1.0):
     """Compute before each collective, which is issued in the queue of that number; wait for all."""
     clock, queues = Clock(contention), [Queue(1), Queue(2)]
     flights = []
-    for compute, one, number in issued:
+    for compute, collective, number in issued:
         clock.compute(compute)
-        flights.append(clock.issue(one, queues[number]))
+        flights.append(clock.issue(collective, queues[number]))
     wait_for_all(clock, flights)
     return clock, flights
 
@@ -105,20 +105,20 @@ def test_no_transfer_is_faster_than_alone_and_no_link_is_overbooked(issued, cont
         assert flight.ended_s - flight.began_s >= flight.cost.latency_s + flight.cost.transfer_s - CLOSE
         assert flight.began_s >= flight.issued_s
     for link in ("inside", "between"):
-        carried = sum(one.transfer_s for _, one, _ in issued if one.link == link)
-        own = [flight for flight in flights if flight.cost.link == link]
-        if own:
-            assert max(f.ended_s for f in own) - min(f.began_s for f in own) >= carried - CLOSE
+        carried = sum(collective.transfer_s for _, collective, _ in issued if collective.link == link)
+        on_link = [flight for flight in flights if flight.cost.link == link]
+        if on_link:
+            assert max(f.ended_s for f in on_link) - min(f.began_s for f in on_link) >= carried - CLOSE
 
 
 @given(programs)
 def test_the_total_lies_between_its_bounds(issued):
     clock, flights = play(issued)
     computed = sum(compute for compute, _, _ in issued)
-    alone = [one.latency_s + one.transfer_s for _, one, _ in issued]
+    alone = [cost.latency_s + cost.transfer_s for _, cost, _ in issued]
     assert max([computed, *alone]) - CLOSE <= clock.now_s <= computed + sum(alone) + CLOSE
     assert clock.compute_s == pytest.approx(computed)
     assert clock.now_s == pytest.approx(clock.compute_s + clock.exposed_s), "a rank computes or waits"
     assert clock.in_flight_s <= sum(alone) + CLOSE
-    own = [flight for flight, (_, _, number) in zip(flights, issued, strict=True) if number == 0]
-    assert all(one.ended_s <= other.began_s for one, other in pairwise(own)), "a queue of one keeps its order"
+    queue = [flight for flight, (_, _, number) in zip(flights, issued, strict=True) if number == 0]
+    assert all(first.ended_s <= second.began_s for first, second in pairwise(queue)), "a queue of one keeps its order"

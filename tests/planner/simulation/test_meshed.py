@@ -91,20 +91,20 @@ def test_a_pretended_rank_does_what_a_real_one_does(ranks: RankPool, case):
     with simulation.running():
         memory = simulation.measure().memory
         assert simulation.strategy is not None
-        seen = Totals()
+        planned = Totals()
         for issued in simulation.observer.issued:
-            add(seen, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
-        kept = known_of_load(simulation.strategy)
-    found = ranks.run(size, real_step, *case)
-    issued, held, peak = found[1]
+            add(planned, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
+        load_bytes = known_of_load(simulation.strategy)
+    by_rank = ranks.run(size, real_step, *case)
+    issued, at_rest, peak = by_rank[1]
     if "ep" in Mesh.parse(mesh).degrees:
         calls, _ = issued[rows := ("all_to_all", Mesh.parse(mesh).degree("ep"))]
-        assert all(totals[rows][0] == calls for totals, *_ in found)
-        issued = issued | {rows: (calls, round(fmean(totals[rows][1] for totals, *_ in found)))}
-        peak = fmean(most for *_, most in found)
-    assert seen == issued
-    assert {name: memory.at_rest[name] for name in MODEL_STATES} == {name: held[name] for name in MODEL_STATES}
-    assert memory.at_rest["activations"] + memory.at_rest["communication"] == kept
+        assert all(totals[rows][0] == calls for totals, *_ in by_rank)
+        issued = issued | {rows: (calls, round(fmean(totals[rows][1] for totals, *_ in by_rank)))}
+        peak = fmean(most for *_, most in by_rank)
+    assert planned == issued
+    assert {name: memory.at_rest[name] for name in MODEL_STATES} == {name: at_rest[name] for name in MODEL_STATES}
+    assert memory.at_rest["activations"] + memory.at_rest["communication"] == load_bytes
     if "activation_checkpointing" not in options:  # which keeps states of the CPU's random generator
         # Without the batch and the verdict of the step before, which the recorder did not see made.
         assert memory.peak_bytes - memory.at_rest["other"] == pytest.approx(peak, rel=0.005)
@@ -124,8 +124,8 @@ def test_experts_in_one_kernel_compute_what_a_loop_does():
     for each layer."""
     flops, kernels = [], []
     for kind in ("cpu", "cuda"):
-        one = setting("simple_ddp", "lm, mixtral", mesh="dp=2,ep=2")
-        simulation = Simulation(one, cluster(4, kind), COSTS)
+        run = setting("simple_ddp", "lm, mixtral", mesh="dp=2,ep=2")
+        simulation = Simulation(run, cluster(4, kind), COSTS)
         with mock.patch.object(simulation.clock, "read_by_host") as waits, simulation.running():
             simulation.measure()
             assert waits.call_count == 2 * 2  # layers, steps until it has settled and the one that counts

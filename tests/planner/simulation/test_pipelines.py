@@ -55,9 +55,9 @@ def planned(
     samples: int = 3,
 ) -> Simulated:
     settings = {"mesh": f"{mesh}pp={ranks}", "pipeline_schedule": schedule, "stages_per_rank": per_rank}
-    one = setting(choice, "deep", MICRO_BATCHES, **settings)
-    one = replace(one, make_micro_batches=lambda: [make_batch("deep", samples, seed) for seed in range(MICRO_BATCHES)])
-    return simulate(one, cluster(ranks * (2 if mesh else 1)), Costs(BlocksAlone(), Messages(latency_s)))
+    run = setting(choice, "deep", MICRO_BATCHES, **settings)
+    run = replace(run, make_micro_batches=lambda: [make_batch("deep", samples, seed) for seed in range(MICRO_BATCHES)])
+    return simulate(run, cluster(ranks * (2 if mesh else 1)), Costs(BlocksAlone(), Messages(latency_s)))
 
 
 @each_row(
@@ -102,7 +102,7 @@ def peak_of_a_stage(mesh: str, schedule: str, choice: str, model: str, per_rank:
     with strategy_of(in_stages(choice, mesh, model, schedule, "adam")) as strategy:
         recorded = record_step_memory(strategy, step, None)
         assert recorded is not None
-        return recorded["peak_bytes"] + storage_bytes(tensor for one in step.micro_batches for tensor in one.values())
+        return recorded["peak_bytes"] + storage_bytes(tensor for part in step.micro_batches for tensor in part.values())
 
 
 @pytest.mark.slow
@@ -117,9 +117,9 @@ def test_the_peak_is_that_of_the_largest_real_rank(ranks: RankPool, mesh, schedu
     """Of the ranks that are simulated: the first along `tp`, whose parts may be smaller than others'."""
     size = Mesh.parse(mesh).size
     settings = {"mesh": mesh, "pipeline_schedule": schedule, "stages_per_rank": per_rank}
-    one = setting(choice, model, MICRO_BATCHES, **settings)
-    step = simulate(one, cluster(size), COSTS)
+    run = setting(choice, model, MICRO_BATCHES, **settings)
+    step = simulate(run, cluster(size), COSTS)
     real = ranks.run(size, peak_of_a_stage, mesh, schedule, choice, model, per_rank)
-    of_stages = [real[rank] for rank in pipeline_of(one.config, 0)]
+    of_stages = [real[rank] for rank in pipeline_of(run.config, 0)]
     assert step.memory.peak_bytes == pytest.approx(max(of_stages), rel=0.005)
     assert step.largest == of_stages.index(max(of_stages))

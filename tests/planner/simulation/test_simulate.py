@@ -69,15 +69,15 @@ def setting(choice: str, model: str = "plain", micro_batches: int = 1, **options
 
 
 def simulated(
-    one: Setting, ranks: int = 2, kind: str = "cpu", seconds: float = SECONDS, contention: float = 1.0
+    run: Setting, ranks: int = 2, kind: str = "cpu", seconds: float = SECONDS, contention: float = 1.0
 ) -> Simulated:
     costs = Costs(EachOperator(seconds), EachCollective(), contention)
-    return simulate(one, cluster(ranks, kind), costs)
+    return simulate(run, cluster(ranks, kind), costs)
 
 
-def observed(one: Setting, kind: str, seconds: float = SECONDS) -> tuple[Simulated, StepObserver]:
+def observed(run: Setting, kind: str, seconds: float = SECONDS) -> tuple[Simulated, StepObserver]:
     """The step, and what happened in it."""
-    simulation = Simulation(one, cluster(2, kind), Costs(EachOperator(seconds), EachCollective()))
+    simulation = Simulation(run, cluster(2, kind), Costs(EachOperator(seconds), EachCollective()))
     with simulation.running():
         return simulation.measure(), simulation.observer
 
@@ -100,14 +100,14 @@ EVERY = [(choice, case, kind) for choice in CHOICES for case in range(len(CASES)
 
 
 @pytest.mark.parametrize(
-    "one",
+    "row",
     by_default(EVERY, *EVERY[::17]),  # every choice, every case and both kinds
 )
-def test_the_collectives_are_those_that_the_strategy_announces(one):
-    choice, case, kind = one
+def test_the_collectives_are_those_that_the_strategy_announces(row):
+    choice, case, kind = row
     model, micro_batches, options = CASES[case]
-    one = setting(choice, model, micro_batches, clip_grad_norm=1.0, **options)
-    simulation = Simulation(one, cluster(2 if kind == "cpu" else 5, kind), COSTS, rank=1)
+    run = setting(choice, model, micro_batches, clip_grad_norm=1.0, **options)
+    simulation = Simulation(run, cluster(2 if kind == "cpu" else 5, kind), COSTS, rank=1)
     if (choice, model) in REFUSALS:
         with pytest.raises(UserError, match=REFUSALS[choice, model]), simulation.running():
             pass
@@ -115,12 +115,12 @@ def test_the_collectives_are_those_that_the_strategy_announces(one):
     with simulation.running():
         step = simulation.measure()
         assert isinstance(simulation.strategy, Strategy)
-        seen = Totals()
+        totals = Totals()
         for issued in simulation.observer.issued:
-            add(seen, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
-        wanted, least = announced(simulation.strategy, micro_batches, clips=True)
-    assert seen == wanted if least is None else sent(seen) > least - 1
-    assert any(kind == "scatter" for kind, _ in seen) == (kind == "cpu" and choice in ("zero1", "zero2", "zero3")), (
+            add(totals, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
+        expected, least = announced(simulation.strategy, micro_batches, clips=True)
+    assert totals == expected if least is None else sent(totals) > least - 1
+    assert any(kind == "scatter" for kind, _ in totals) == (kind == "cpu" and choice in ("zero1", "zero2", "zero3")), (
         "each backend's own"
     )
     require_whole(step, simulation.observer)
@@ -147,13 +147,13 @@ def unknown(func, args, kwargs, inputs: list[Tensor]):
     [("zero3", {"activation_checkpointing": "block", "precision": "bf16"}), ("pytorch_zero3", {})],
 )
 def test_an_operator_that_ran_before_answers_as_it_did(choice, options):
-    one = replace(
+    run = replace(
         setting(choice, **options), make_module=llama_classifier, make_micro_batches=lambda: two_batches(3)[:1]
     )
     with mock.patch.object(operators, "key_of", unknown):
-        _, expected = observed(one, "cuda"), observed(one, "cuda")  # DTensor tries things out the first time
+        _, expected = observed(run, "cuda"), observed(run, "cuda")  # DTensor tries things out the first time
     for again in range(2):
-        step, observer = observed(one, "cuda")
+        step, observer = observed(run, "cuda")
         assert (step, observer.computed) == (expected[0], expected[1].computed), again
 
 
@@ -194,10 +194,10 @@ class Square(torch.nn.Module):
 
 
 def test_cuda_rounds_every_allocation():
-    held = simulated(setting("simple_ddp"), kind="cuda").memory.at_rest
+    at_rest = simulated(setting("simple_ddp"), kind="cuda").memory.at_rest
     tensors = 6
-    assert held["parameters"] == held["gradients"] == tensors * CUDA_BLOCK
-    assert held["optimizer_state"] == 3 * tensors * CUDA_BLOCK, "a fused optimizer keeps step counters there, too"
+    assert at_rest["parameters"] == at_rest["gradients"] == tensors * CUDA_BLOCK
+    assert at_rest["optimizer_state"] == 3 * tensors * CUDA_BLOCK, "a fused optimizer keeps step counters there, too"
 
 
 def two_batches(samples: int) -> list[dict[str, Tensor]]:
@@ -240,8 +240,8 @@ def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, case):
     choice, options = case
     samples = 400 if "activation_checkpointing" in options else 3
     (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice, options, samples)
-    one = setting(choice, "llama", micro_batches=2, **options)
-    predicted = simulated(replace(one, make_micro_batches=lambda: two_batches(samples))).memory.peak_bytes
+    run = setting(choice, "llama", micro_batches=2, **options)
+    predicted = simulated(replace(run, make_micro_batches=lambda: two_batches(samples))).memory.peak_bytes
     assert predicted - batch == pytest.approx(reached, rel=0.005)
 
 
@@ -290,12 +290,12 @@ def test_fsdp_gathers_in_forward_beside_the_block_before():
     """Its streams wait for that block's copy out, not for the block: all gathers but the first two are hidden."""
     _, observer = observed(setting("pytorch_zero3", "llama"), kind="cuda", seconds=1e-2)
     forward = [(start, end) for _, phase, start, end in observer.computed if phase == "forward"]
-    flights = [one.flight for one in observer.issued if (one.kind, one.backend) == ("all_gather", "nccl")]
-    times = [(one.began_s, one.ended_s) for one in flights if one.began_s is not None and one.ended_s is not None]
+    flights = [call.flight for call in observer.issued if (call.kind, call.backend) == ("all_gather", "nccl")]
+    times = [(f.began_s, f.ended_s) for f in flights if f.began_s is not None and f.ended_s is not None]
     gathers = [(begin, end) for begin, end in times if forward[0][0] <= begin and end <= forward[-1][1]]
     assert len(gathers) >= 3
     for begin, end in gathers[2:]:
-        beside = sum(max(0.0, min(end, done) - max(begin, start)) for _, _, start, done in observer.computed)
+        beside = sum(max(0.0, min(end, finish) - max(begin, start)) for _, _, start, finish in observer.computed)
         assert beside == pytest.approx(end - begin, rel=0.05)
 
 
@@ -345,13 +345,13 @@ def alive_around_simulations() -> int:
     strategy = load("zero3")(build("plain"), adamw, StrategyOptions())
     strategy.forward_backward([make_batch("plain", 3, 0)])
     strategy.step()
-    return sum(isinstance(held, Simulation) for held in gc.get_objects())
+    return sum(isinstance(item, Simulation) for item in gc.get_objects())
 
 
 def sum_of(group: dist.ProcessGroup | None) -> float:
-    ones = torch.ones(1)
-    dist.all_reduce(ones, group=group)
-    return ones.item()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
 
 
 def test_real_ranks_go_on_after_simulations(ranks: RankPool):
