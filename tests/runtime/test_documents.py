@@ -32,6 +32,6 @@ def test_a_second_start_does_not_tokenize_again(saved, tmp_path, monkeypatch):
     (calls, documents), (calls_again, documents_again) = start(260), start(260)
     assert calls and not calls_again and documents == documents_again and len(documents[1]) == 3
     assert start(262)[0]
-    other = tmp_path / "other.jsonl"
-    datasets.Dataset.from_list(rows[:2]).to_json(other)
-    assert start(260, other)[0]
+    two_rows = tmp_path / "other.jsonl"
+    datasets.Dataset.from_list(rows[:2]).to_json(two_rows)
+    assert start(260, two_rows)[0]

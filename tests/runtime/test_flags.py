@@ -152,16 +152,16 @@ def test_the_command_line_wins_over_the_file(tmp_path):
 
 def values_of(field):
     """Of a flag: what the table says that tests try, or what fits its limits."""
-    about, none = field.metadata, st.none() if type(None) in get_args(field.type) else st.nothing()
+    about, optional = field.metadata, st.none() if type(None) in get_args(field.type) else st.nothing()
     if tried := about["trials"] or about["choices"]:
-        return st.sampled_from(tried) | none
+        return st.sampled_from(tried) | optional
     by_kind = {
         bool: st.booleans(),
         int: st.integers(about["at_least"] or 1, 10**6),
         float: st.floats(1e-12, 1e6),
         str: st.text(st.characters(exclude_categories=UNFIT), min_size=1),
     }
-    return none | by_kind[kind_of(field)]
+    return optional | by_kind[kind_of(field)]
 
 
 FEW = st.lists(st.sampled_from([field for field in FLAGS if field.name not in ("choice", "mesh")]), max_size=4)
@@ -170,9 +170,9 @@ GIVEN = FEW.flatmap(lambda fields: st.fixed_dictionaries({field.name: values_of(
 
 
 @given(GIVEN, st.sampled_from(MESHES))
-def test_files_and_flags_of_a_run_give_the_same_settings(tmp_path_factory, given, mesh):
+def test_files_and_flags_of_a_run_give_the_same_settings(tmp_path_factory, values, mesh):
     try:
-        config = RunConfig.of(**{"choice": "flat_ddp", "mesh": mesh} | given)
+        config = RunConfig.of(**{"choice": "flat_ddp", "mesh": mesh} | values)
     except UserError as error:
         assert ": must be with" in str(error) and str(error).startswith("--")
         return

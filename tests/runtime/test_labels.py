@@ -49,8 +49,8 @@ def test_the_head_of_a_trained_model_keeps_its_order(tmp_path):
 
     model = hub.load_classifier(str(tmp_path), Tokenizer(), [*labels])
     assert (model.classifier.weight == saved.classifier.weight).all()
-    other = hub.load_classifier(str(tmp_path), Tokenizer(), ("a", "b", "c"))
-    other.save_pretrained(tmp_path / "other")
+    relabelled = hub.load_classifier(str(tmp_path), Tokenizer(), ("a", "b", "c"))
+    relabelled.save_pretrained(tmp_path / "other")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "other")
     assert again.config.id2label == {0: "a", 1: "b", 2: "c"} and again.classifier.out_features == 3
 

@@ -71,10 +71,10 @@ SHARING = [
 
 
 @pytest.mark.parametrize(
-    ("gpus", "flags", "found", "said"),
+    ("gpus", "flags", "expected", "line"),
     [*SHARING[:2], *(pytest.param(*row, marks=pytest.mark.slow) for row in SHARING[2:])],
 )
-def test_the_first_line_says_who_shares_a_gpu(monkeypatch, capfd, gpus, flags, found, said):
+def test_the_first_line_says_who_shares_a_gpu(monkeypatch, capfd, gpus, flags, expected, line):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         around = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -88,7 +88,7 @@ def test_the_first_line_says_who_shares_a_gpu(monkeypatch, capfd, gpus, flags, f
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     with multiprocessing.get_context("fork").Pool(2) as pool:
         device, sharing = pool.starmap(join, [(rank, flags) for rank in range(2)], chunksize=1)[1]
-    assert found[0] in device and sharing == found[1] and said in capfd.readouterr().out
+    assert expected[0] in device and sharing == expected[1] and line in capfd.readouterr().out
 
 
 @each_row(
@@ -102,8 +102,8 @@ def test_the_first_line_says_who_shares_a_gpu(monkeypatch, capfd, gpus, flags, f
 )
 def test_groups_of_some_ranks_hang_on_a_shared_gpu(mesh, backend, sharing, refused):
     ranks = Ranks(1, 4, torch.device("cuda"), backend, gpu_sharing=sharing)
-    said = "--share-gpu: over NCCL, groups of some of the ranks were seen hanging" if refused else "join the process"
-    with pytest.raises(UserError if refused else AssertionError, match=said), meshed(ranks, mesh):
+    message = "--share-gpu: over NCCL, groups of some of the ranks were seen hanging" if refused else "join the process"
+    with pytest.raises(UserError if refused else AssertionError, match=message), meshed(ranks, mesh):
         pass
     groups = dict.fromkeys(("device_mesh", "data", "model", "tensor", "context", "everyone"))
     with pytest.raises(UserError, match="they hang"):

@@ -131,9 +131,9 @@ def test_the_order_of_equal_gradients(ranks: RankPool, order):
 
 
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=40, unique=True), st.integers(4001, 4003))
-def test_groups_of_other_ranks_have_other_names(ranks, another):
+def test_groups_of_other_ranks_have_other_names(ranks, extra):
     name = group_name(Ranks(sorted(ranks)))
-    assert len(name) <= LONGEST_NAME and name != group_name(Ranks(sorted({*ranks, another})))
+    assert len(name) <= LONGEST_NAME and name != group_name(Ranks(sorted({*ranks, extra})))
     assert name[0] != "r" or ranks_of(name) == ranks_of(f"{name} (2)") == tuple(sorted(ranks))
     named = {"ranks 0,1": (0, 1), "ranks 0-15": range(16), "ranks 3": (3,), "ranks 0-2,5,7": (0, 1, 2, 5, 7)}
     assert [group_name(Ranks(members)) for members in named.values()] == list(named)
@@ -289,12 +289,12 @@ def test_ranks_that_wait_for_each_other_in_different_groups():
     """Nothing differs within a group, and no timeout has passed, but no rank will ever continue."""
     fifth = entry(5, group="ranks 0,1 (2)")
     waiting = state(0, first_call, entry(4, group="ranks 0,1 (2)"), fifth, waits=True)
-    other = state(1, entry(4, group="ranks 0,1 (2)"), first_call, second_call, waits=True)
-    ending = first_cause({0: ended(waiting, "mismatch"), 1: ended(other, "noticed")})
+    peer = state(1, entry(4, group="ranks 0,1 (2)"), first_call, second_call, waits=True)
+    ending = first_cause({0: ended(waiting, "mismatch"), 1: ended(peer, "noticed")})
     assert ending.how == "mismatched" and ending.step == 7
     assert "rank 0 waits in all_reduce #5" in str(ending.message) and "rank 1 has not issued" in str(ending.message)
-    assert find_mismatch({0: waiting, 1: other}, waiting=(0, 1)) is not None
-    for goes_on in (replace(other, waits_for=None), replace(other, entries=(*other.entries, fifth))):
+    assert find_mismatch({0: waiting, 1: peer}, waiting=(0, 1)) is not None
+    for goes_on in (replace(peer, waits_for=None), replace(peer, entries=(*peer.entries, fifth))):
         assert find_mismatch({0: waiting, 1: goes_on}, waiting=(0, 1)) is None, "rank 1 may issue it, or rank 0 goes on"
 
 

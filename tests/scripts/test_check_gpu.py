@@ -81,9 +81,9 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     arguments = ("--only", "topology", "--output-dir", str(tmp_path / "out"))
-    done = run_in_process(check_gpu, *arguments)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "too old (found version 12040)" in done.stderr and "--cpu" in done.stderr
+    answer = run_in_process(check_gpu, *arguments)
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1
+    assert "too old (found version 12040)" in answer.stderr and "--cpu" in answer.stderr
     assert run_in_process(check_gpu, *arguments, "--cpu").returncode == 0
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -143,24 +143,24 @@ def holds(test, *args):
     return ""
 
 
-NONE = {"zero1": {}, "pytorch_ddp": {"ddp.py:3": 4}}
-SEEN = {test_device.PLANTED: {"ranks.py:9": 8}}
+CLEAN = {"zero1": {}, "pytorch_ddp": {"ddp.py:3": 4}}
+WAIT = {test_device.PLANTED: {"ranks.py:9": 8}}
 RACE = {"zero1": "CUDASanitizerErrors: CSAN detected"}
 
 
 @each_row(
     ("test", "without", "planted", "says"),
     [
-        (test_device.test_waits, NONE, SEEN, ""),
-        (test_device.test_waits, NONE, {test_device.PLANTED: {}}, "the wait that was planted is not seen"),
+        (test_device.test_waits, CLEAN, WAIT, ""),
+        (test_device.test_waits, CLEAN, {test_device.PLANTED: {}}, "the wait that was planted is not seen"),
         (
             test_device.test_waits,
-            NONE,
+            CLEAN,
             {test_device.PLANTED: "ValueError: planted"},
             "the wait that was planted is not seen: ValueError",
         ),
-        (test_device.test_waits, {"zero1": {"zero1.py:9": 8}}, SEEN, f"zero1: 8 in {COUNTED} steps zero1.py:9"),
-        (test_device.test_waits, {"pytorch_ddp": "ValueError: planted"}, SEEN, "pytorch_ddp: ValueError: planted"),
+        (test_device.test_waits, {"zero1": {"zero1.py:9": 8}}, WAIT, f"zero1: 8 in {COUNTED} steps zero1.py:9"),
+        (test_device.test_waits, {"pytorch_ddp": "ValueError: planted"}, WAIT, "pytorch_ddp: ValueError: planted"),
         (test_device.test_sanitizer, {"zero1": 1.0}, RACE, ""),
         (test_device.test_sanitizer, {"zero1": 1.0}, {"zero1": 1.0}, "the race that was planted is not reported"),
         (test_device.test_sanitizer, RACE, RACE, "zero1: CUDASanitizerErrors"),
@@ -218,7 +218,7 @@ def test_parts_on_ranks(tmp_path, parts):
     """As a user would run them. All take ten minutes on two cores that do nothing else; the limit is for a hang."""
     started = [sys.executable, "-m", "ddp_lab", "check-gpu", "--only", parts, "--output-dir", str(tmp_path / "out")]
     started += ["--cpu", "--share-gpu", "2"]
-    done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("2 ranks that share the CPU")
-    assert FAILS not in done.stdout and all(f" {part}" in done.stdout for part in parts.split(","))
+    answer = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.startswith("2 ranks that share the CPU")
+    assert FAILS not in answer.stdout and all(f" {part}" in answer.stdout for part in parts.split(","))

@@ -42,9 +42,9 @@ def command(*arguments, under=None, limit_s=TIMEOUT_S):
     )
 
 
-def problems(said):
+def problems(errors):
     """What stands on standard error beside how far the reading is."""
-    return [line for line in said.splitlines() if not line.startswith("reading traces of ")]
+    return [line for line in errors.splitlines() if not line.startswith("reading traces of ")]
 
 
 @pytest.mark.parametrize(("name", "family"), [("main_ddp.py", ddp), ("main_shard.py", sharding)])
@@ -71,8 +71,8 @@ def test_compare_says_what_it_leaves_out(tmp_path, monkeypatch, capsys):
         (tmp_path / "profile" / label).mkdir(parents=True)
     monkeypatch.setattr(choices, "report_on_choices", lambda root, to, trained, *_: trained)
     assert compare.main(["sharding", "--output-dir", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "left out, since they are of other families than sharding: bucket_ddp_async, zero3@dp2\n" in said
+    output = capsys.readouterr().out
+    assert "left out, since they are of other families than sharding: bucket_ddp_async, zero3@dp2\n" in output
     monkeypatch.chdir(tmp_path)
     assert compare.main(["zero3"]) == 1 and capsys.readouterr().err.endswith("or profile/zero3\n")
 
@@ -171,10 +171,10 @@ def test_a_script_reports(tmp_path, capsys):
     flags = ["--select", "all", "--enable-multiprocessing", "--include-last-step"]
     script = str(ROOT / "scripts" / "analyze_traces_ddp.py")
     arguments = [script, "--trace-dir", str(tmp_path / "profile" / "flat_ddp"), *flags]
-    with mock.patch.object(sys, "argv", arguments), pytest.raises(SystemExit) as left:
+    with mock.patch.object(sys, "argv", arguments), pytest.raises(SystemExit) as caught:
         runpy.run_path(script, run_name="__main__")
     (page,) = (tmp_path / "reports" / "flat_ddp").glob("run_0_*/summary.html")
-    assert left.value.code == 0
+    assert caught.value.code == 0
     assert capsys.readouterr() == (f"report: {page}\n", "reading traces of flat_ddp\n")
 
 

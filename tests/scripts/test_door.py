@@ -20,9 +20,9 @@ def test_help_has_every_command_with_an_example_and_loads_nothing_heavy():
     code += "print([name for name in ('torch', 'pandas', 'numpy', 'rich', 'transformers') if name in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.stdout == help_text() + "\n[]\n"
-    for name, one in COMMANDS.items():
-        assert f"  {name} " in answer.stdout and f"ddp-lab {name} {one.example}\n" in answer.stdout
-        assert one.load().build_parser().format_usage().startswith(f"usage: ddp-lab {name} ")
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in answer.stdout and f"ddp-lab {name} {command.example}\n" in answer.stdout
+        assert command.load().build_parser().format_usage().startswith(f"usage: ddp-lab {name} ")
 
 
 def test_docs_list_every_command():

@@ -41,8 +41,8 @@ def test_a_script_starts_what_there_is(tmp_path, script):
     environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "2"}
     command = ["bash", "-u", f"scripts/slurm/{script}"]
     command += ["sharding", "r"] if script == "sweep.sh" else ["main_shard.py", "--ddp-choice", "zero2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+    assert answer.returncode == 0, answer.stderr
     training, *report = [call.splitlines() for call in (tmp_path / "log").read_text().split("\n\n") if call]
     program, *called = training
     if program == "torchrun":
@@ -82,7 +82,7 @@ def test_a_job_that_was_stopped_requeues_itself_alone(tmp_path, how, is_requeued
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"} if of_array else {}
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "x", **array}
     script = "source scripts/slurm/common.sh; on_tasks python"
-    done = subprocess.run(
+    answer = subprocess.run(
         ["bash", "-c", script],
         cwd=ROOT,
         env=environment | {name: str(path) for name, path in files.items()},
@@ -90,7 +90,7 @@ def test_a_job_that_was_stopped_requeues_itself_alone(tmp_path, how, is_requeued
         text=True,
         timeout=30,
     )
-    assert done.returncode == 0, done.stderr
-    own, calls = "7_2" if of_array else "7", files["LOG"].read_text().splitlines()
-    assert f"scancel --signal=USR1 {own}" in calls
-    assert [call for call in calls if "requeue" in call] == ([f"scontrol requeue {own}"] if is_requeued else [])
+    assert answer.returncode == 0, answer.stderr
+    job, calls = "7_2" if of_array else "7", files["LOG"].read_text().splitlines()
+    assert f"scancel --signal=USR1 {job}" in calls
+    assert [call for call in calls if "requeue" in call] == ([f"scontrol requeue {job}"] if is_requeued else [])

@@ -40,21 +40,21 @@ class Sweep:
     """`ddp-lab sweep ddp 2` in `folder`, in this process; or of another family, on other ranks.
 
     Attributes:
-        asked: The arguments of each run that it starts; of several passes, those of the last.
+        runs: The settings of each run that it starts, by label; of several passes, those of the last.
         ignored: The signals that it takes no more when it ends.
     """
 
     def __init__(self, folder):
         self.folder = folder
         self.of = ["ddp", "2"]
-        self.asked = {}
+        self.runs = {}
         self.report_problem = None
 
     def run(self, *arguments, train=lambda *_: True):
-        self.asked = {}
+        self.runs = {}
 
         def started(config, ranks, registry):
-            self.asked[config.label] = config
+            self.runs[config.label] = config
             how = "interrupted"
             try:
                 how = "completed" if train(config.label, config) else "failed"
@@ -109,27 +109,27 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep, last):
     assert answer.returncode == 130 and "the same command with --resume continues" in answer.stderr
     assert sweep.ignored == STOPPING, "a second Ctrl-C shows no traceback"
     answer = sweep.run("--resume")
-    assert answer.returncode == 0 and list(sweep.asked) == CHOICES[last:]
+    assert answer.returncode == 0 and list(sweep.runs) == CHOICES[last:]
     again = sweep.run("--resume")
-    assert again.returncode == 0 and not sweep.asked
+    assert again.returncode == 0 and not sweep.runs
 
 
 def test_passes_go_on_in_their_middle(sweep):
     """Each later one has an order of its own, the same again, and does without what is done once."""
     flags = ["--passes", "3", "--checkpoint-every", "2", "--generate=3", "--lr", "0.1"]
-    asked = []
+    trained = []
 
     def train(choice, config):
         once = (config.checkpoint_every, config.generate) == (2, 3)
         assert once != config.no_eval
-        asked.append((choice, once))
+        trained.append((choice, once))
         assert (config.max_steps, config.lr) == (20, 0.1)
-        if len(asked) == len(CHOICES) + 3:
+        if len(trained) == len(CHOICES) + 3:
             raise KeyboardInterrupt
         return True
 
     answer = sweep.run(*flags, train=train)
-    assert f"{asked[-1][0]}: 10 of 21 (pass 2 of 3), about 0 s to go" in answer.stdout
+    assert f"{trained[-1][0]}: 10 of 21 (pass 2 of 3), about 0 s to go" in answer.stdout
     assert "9 of 21 runs are kept" in answer.stderr and answer.stderr.count("\n") == 1
     line = unfinished(*latest_sweep(sweep.folder, "ddp"))
     assert "9 of 21 runs, pass 2 of 3" in line and line.endswith(" --lr 0.1 --resume")
@@ -139,9 +139,9 @@ def test_passes_go_on_in_their_middle(sweep):
         and answer.stdout.startswith("7 strategies x 3 passes")
         and unfinished(*latest_sweep(sweep.folder, "ddp")) == ""
     )
-    assert asked.pop(len(CHOICES) + 2) == asked[len(CHOICES) + 2], "the run that was stopped is done again"
-    assert asked == [(label, number == 1) for label, number in passes.planned(CHOICES, 3, seed=0)]
-    orders = [asked[start : start + len(CHOICES)] for start in range(0, 21, len(CHOICES))]
+    assert trained.pop(len(CHOICES) + 2) == trained[len(CHOICES) + 2], "the run that was stopped is done again"
+    assert trained == [(label, number == 1) for label, number in passes.planned(CHOICES, 3, seed=0)]
+    orders = [trained[start : start + len(CHOICES)] for start in range(0, 21, len(CHOICES))]
     assert [choice for choice, _ in orders[0]] == CHOICES and orders[1] != orders[2]
     assert all(sorted(choice for choice, _ in order) == sorted(CHOICES) for order in orders)
 
@@ -149,25 +149,25 @@ def test_passes_go_on_in_their_middle(sweep):
 def test_what_runs_and_what_does_not(sweep):
     """What failed is trained again; three ranks take the nearest batch; what refuses a flag is left out."""
     assert sweep.run(train=lambda choice, _: choice != CHOICES[1]).returncode == 1
-    assert sweep.run("--resume").returncode == 0 and list(sweep.asked) == [CHOICES[1]]
+    assert sweep.run("--resume").returncode == 0 and list(sweep.runs) == [CHOICES[1]]
     sweep.of = ["ddp", "3"]
-    assert sweep.run("--max-steps", "4").returncode == 0 and list(sweep.asked) == CHOICES
-    assert {config.global_batch_size for config in sweep.asked.values()} == {6}
+    assert sweep.run("--max-steps", "4").returncode == 0 and list(sweep.runs) == CHOICES
+    assert {config.global_batch_size for config in sweep.runs.values()} == {6}
     sweep.of = ["sharding", "2"]
     ended = sweep.run("--offload", "optimizer")
-    assert ended.returncode == 0 and list(sweep.asked) == ["zero1", "zero2", "zero3"]
+    assert ended.returncode == 0 and list(sweep.runs) == ["zero1", "zero2", "zero3"]
     assert "baseline: left out: --offload optimizer: zero1, zero2 and zero3 take" in ended.stdout
     sweep.of = ["ddp", "2"]
     ended = sweep.run("--param-dtype", "bf16")
-    assert ended.returncode == 1 and not sweep.asked
+    assert ended.returncode == 1 and not sweep.runs
     assert ended.stderr == "error: no strategy can do what these flags ask for\n"
 
 
 def test_a_link_is_not_added_where_it_cannot_pace_a_mesh(sweep):
     sweep.of = ["parallel", "2"]
     for mesh, workload, link in (("ep=2", "sample-moe", "none"), ("cp=2", "sample-lm", "2.5gbit")):
-        assert sweep.run("--mesh", mesh, "--workload", workload).returncode == 0 and sweep.asked
-        assert {config.link for config in sweep.asked.values()} == {link}
+        assert sweep.run("--mesh", mesh, "--workload", workload).returncode == 0 and sweep.runs
+        assert {config.link for config in sweep.runs.values()} == {link}
 
 
 def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep):
@@ -175,7 +175,7 @@ def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep):
     for choice in CHOICES[:2]:
         (sweep.folder / "checkpoints" / choice / folder_name(2)).mkdir(parents=True)
     assert sweep.run("--checkpoint-every", "2", "--resume").returncode == 0
-    assert [choice for choice, config in sweep.asked.items() if config.resume == "latest"] == [CHOICES[1]]
+    assert [choice for choice, config in sweep.runs.items() if config.resume == "latest"] == [CHOICES[1]]
 
 
 @each_row(
@@ -196,9 +196,9 @@ def test_without_a_gpu_a_sweep_shows_the_physics(tmp_path, monkeypatch, gpus, fl
     answer = sweep.run(*flags)
     first, *lines = answer.stdout.splitlines()
     assert answer.returncode == 0 and ("links: as this" if link == "none" else f"links: {link} for each rank") in first
-    assert first.startswith(f"{len(sweep.asked)} strategies x 1 pass = {len(sweep.asked)} runs of 40 steps, workload ")
+    assert first.startswith(f"{len(sweep.runs)} strategies x 1 pass = {len(sweep.runs)} runs of 40 steps, workload ")
     assert (gpus and not flags) or lines[0].startswith("warning: this machine is busy: 1000.0 threads")
-    assert {config.link for config in sweep.asked.values()} == {link}
+    assert {config.link for config in sweep.runs.values()} == {link}
 
 
 def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep):
@@ -206,9 +206,9 @@ def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep):
     path = sweep.folder / "run.toml"
     path.write_text('ddp-choice = "zero3"\nmax-steps = 20\nlr = 0.5\nseed = 3\n')
     assert sweep.run("--config", str(path), "--seed", "4").returncode == 0
-    (config,) = {replace(config, choice="") for config in sweep.asked.values()}
+    (config,) = {replace(config, choice="") for config in sweep.runs.values()}
     assert (config.max_steps, config.lr, config.seed, config.output_dir) == (20, 0.5, 4, str(sweep.folder))
-    assert list(sweep.asked) == CHOICES
+    assert list(sweep.runs) == CHOICES
 
 
 # Over meshes ---------------------------------------------------------------------------------------------------------
@@ -236,23 +236,23 @@ def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep):
     answer = mesh_sweep.run("--lr", "0.1", train=stopped_in("zero3@dp2-tp2-sp"))
     assert answer.returncode == 130
     assert mesh_sweep.run("--lr", "0.1", "--resume").returncode == 0
-    assert list(mesh_sweep.asked) == ON_FOUR[ON_FOUR.index("zero3@dp2-tp2-sp") :]
-    assert mesh_sweep.run("--lr", "0.1").returncode == 0 and list(mesh_sweep.asked) == ON_FOUR
-    for config in mesh_sweep.asked.values():
+    assert list(mesh_sweep.runs) == ON_FOUR[ON_FOUR.index("zero3@dp2-tp2-sp") :]
+    assert mesh_sweep.run("--lr", "0.1").returncode == 0 and list(mesh_sweep.runs) == ON_FOUR
+    for config in mesh_sweep.runs.values():
         assert (config.workload, config.lr) == ("sample-lm", 0.1)
-    own = ["--task", "causal-lm", "--model", "M", "--dataset", "D"]
-    for flags, workload in ((["--workload", "mlp"], "mlp"), (own, "auto")):
+    hub_flags = ["--task", "causal-lm", "--model", "M", "--dataset", "D"]
+    for flags, workload in ((["--workload", "mlp"], "mlp"), (hub_flags, "auto")):
         mesh_sweep.run(*flags, train=stopped_in(ON_FOUR[0]))
-        assert mesh_sweep.asked[ON_FOUR[0]].workload == workload
+        assert mesh_sweep.runs[ON_FOUR[0]].workload == workload
 
 
 def test_a_sweep_on_a_shared_gpu_leaves_out_meshes_that_hang(mesh_sweep):
     for flags, gpus, hang in ([], 1, True), (["--backend", "gloo"], 1, False), ([], 4, False):
         with mock.patch("torch.cuda.device_count", return_value=gpus):
             answer = mesh_sweep.run("--share-gpu", *flags)
-        left = [label for label in ON_FOUR if not (hang and Mesh.of_label(mesh_setting(label)).has_parts)]
-        assert answer.returncode == 0 and list(mesh_sweep.asked) == left
-        assert answer.stdout.count("left out: --share-gpu: over NCCL") == len(ON_FOUR) - len(left)
+        labels = [label for label in ON_FOUR if not (hang and Mesh.of_label(mesh_setting(label)).has_parts)]
+        assert answer.returncode == 0 and list(mesh_sweep.runs) == labels
+        assert answer.stdout.count("left out: --share-gpu: over NCCL") == len(ON_FOUR) - len(labels)
 
 
 @each_row("ranks", [2, 3, 6, 8, 12, 64])
@@ -289,7 +289,7 @@ def test_a_sweep_over_one_mesh_runs_every_choice(tmp_path, mesh, left_out):
     answer = sweep.run("--mesh", mesh)
     behind = Mesh.parse(mesh).label
     assert answer.returncode == 0 and answer.stdout.count("left out") == len(left_out)
-    assert list(sweep.asked) == [f"{one}@{behind}" for one in tensor_parallel.CHOICES if one not in left_out]
+    assert list(sweep.runs) == [f"{choice}@{behind}" for choice in tensor_parallel.CHOICES if choice not in left_out]
     for choice, reason in left_out.items():
         assert f"{choice}@{behind}: left out: {reason}" in answer.stdout
 
@@ -350,8 +350,8 @@ def test_each_failure_is_one_line_and_nobody_else_can_join(kinds):
     command = [sys.executable, "-c", SWEEP, *kinds]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0 and answer.stdout == ""
-    said = re.sub(r"PID \d+|rank \d", "...", answer.stderr).splitlines()
-    assert said == [line for kind in kinds for line in FAILURES[kind]]
+    lines = re.sub(r"PID \d+|rank \d", "...", answer.stderr).splitlines()
+    assert lines == [line for kind in kinds for line in FAILURES[kind]]
 
 
 def test_sweeps_over_one_mesh_in_each_schedule_never_share_a_folder(mesh_sweep):
@@ -360,11 +360,11 @@ def test_sweeps_over_one_mesh_in_each_schedule_never_share_a_folder(mesh_sweep):
         ("1f1b", "1", ""), ("gpipe", "1", "-gpipe"), ("interleaved", "2", "-interleaved2"), ("zb-h1", "1", "-zb-h1")
     ):  # fmt: skip
         mesh_sweep.run("--mesh", "pp=4", "--link", "none", "--pipeline-schedule", schedule, "--stages-per-rank", stages)
-        assert f"zero3@pp4{behind}" in mesh_sweep.asked
-        for label, config in mesh_sweep.asked.items():
+        assert f"zero3@pp4{behind}" in mesh_sweep.runs
+        for label, config in mesh_sweep.runs.items():
             assert LABEL.fullmatch(label) and mesh_setting(label) == f"pp4{behind}"
             by_label = parse_config(
                 "", tensor_parallel.REGISTRY, (), ["--ddp-choice", "tp", *mesh_flags(mesh_setting(label))]
             )
-            for one in (config, by_label):
-                assert (one.mesh, one.pipeline_schedule, one.stages_per_rank) == ("pp=4", schedule, int(stages))
+            for run in (config, by_label):
+                assert (run.mesh, run.pipeline_schedule, run.stages_per_rank) == ("pp=4", schedule, int(stages))

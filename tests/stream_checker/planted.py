@@ -32,7 +32,7 @@ class Planted:
         says: Must be in the text of a race.
     """
 
-    what: str
+    fault: str
     choice: str
     holder: Any
     name: str

@@ -75,9 +75,9 @@ def test_no_race_and_no_host_wait_in_a_pipeline(case):
 def test_a_message_of_unknown_form_is_a_wait_of_the_host():
     """Its receiver must be told of it first, which is so in the first step alone."""
     with mock.patch("pipeline_parallel.runner.form_of", lambda *_: object()):
-        seen = checked("tp", "lm, long", 2, schedule="1f1b")
-    assert not seen.races and sum(seen.host_waits.values()) == 2 * STEPS
-    assert all(at.startswith("pipeline_parallel/channels.py") for at in seen.host_waits)
+        report = checked("tp", "lm, long", 2, schedule="1f1b")
+    assert not report.races and sum(report.host_waits.values()) == 2 * STEPS
+    assert all(at.startswith("pipeline_parallel/channels.py") for at in report.host_waits)
 
 
 @pytest.mark.exhaustive
@@ -138,24 +138,24 @@ def test_an_abandoned_step_leaves_no_race(choice):
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=[one.what for one in PLANTED])
+@pytest.mark.parametrize("planted", PLANTED, ids=[race.fault for race in PLANTED])
 def test_a_planted_race_is_found(planted):
     with planted.there():
-        seen = checked(planted.choice, planted.model, 2, options=planted.options, is_late=False, **planted.more)
-    assert seen.races and any(planted.says in text for text in seen.races), dict(seen.races)
+        report = checked(planted.choice, planted.model, 2, options=planted.options, is_late=False, **planted.more)
+    assert report.races and any(planted.says in text for text in report.races), dict(report.races)
 
 
 @pytest.mark.slow
 def test_the_table_in_the_docs():
-    done = run_in_process(check_streams)
+    answer = run_in_process(check_streams)
     text = (ROOT / "docs" / "gpu.md").read_text()
-    assert done.returncode == 0
-    assert done.stdout.strip() == text.partition("<!-- streams -->")[2].partition("<!-- /streams -->")[0].strip()
+    assert answer.returncode == 0
+    assert answer.stdout.strip() == text.partition("<!-- streams -->")[2].partition("<!-- /streams -->")[0].strip()
 
 
 def test_the_command_tells_of_a_race():
-    planted = next(one for one in PLANTED if one.choice == "zero3")
+    planted = next(race for race in PLANTED if race.choice == "zero3")
     with planted.there():
-        done = run_in_process(check_streams, "--choices", "zero3", "--model", planted.model)
-    assert done.returncode == 1 and "race: zero3: " in done.stdout and planted.says in done.stdout
+        answer = run_in_process(check_streams, "--choices", "zero3", "--model", planted.model)
+    assert answer.returncode == 1 and "race: zero3: " in answer.stdout and planted.says in answer.stdout
     assert run_in_process(check_streams, "--choices", "zero4").returncode == 2

@@ -20,9 +20,9 @@ OFTEN = ("bucket_ddp_async", "zero1", "zero3", "pytorch_zero3")
 def test_a_stop_changes_nothing(ranks: RankPool, tmp_path, choice):
     """Bitwise: parameters, optimizer, buffers, random numbers and losses of every rank."""
     in_background = choice in ("zero2", "simple_ddp", "pytorch_zero3")
-    for straight, stopped, other in ranks.run(3, straight_and_stopped, choice, tmp_path, in_background):
+    for straight, stopped, reseeded in ranks.run(3, straight_and_stopped, choice, tmp_path, in_background):
         assert stopped == straight
-        assert all(other[name] != straight[name] for name in ("losses", "random")), "the test would not see dropout"
+        assert all(reseeded[name] != straight[name] for name in ("losses", "random")), "the test would not see dropout"
 
 
 @pytest.mark.parametrize("choice", ["bucket_ddp_async", "zero3"])

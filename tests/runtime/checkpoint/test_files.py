@@ -58,13 +58,13 @@ def test_any_cut_into_ranges_is_put_together_by_any_other(lengths, size, written
     """And ranks share each element once."""
     parts = [share(lengths, rank, size) for rank in range(size)]
     elements = [(part.number, element) for parts in parts for part in parts for element in range(part.start, part.end)]
-    assert elements == [(which, element) for which, length in enumerate(lengths) for element in range(length)]
+    assert elements == [(index, element) for index, length in enumerate(lengths) for element in range(length)]
     counts = [sum(part.end - part.start for part in parts) for parts in parts]
     assert max(counts) - min(counts) <= 1
     ranges = list(itertools.pairwise([0, *sorted(written), 60]))
     order.shuffle(ranges)
     for start, end in itertools.pairwise([0, *sorted(read), 60]):
-        reads = [ranges[which][0] + e for which, first, last in cover(ranges, start, end) for e in range(first, last)]
+        reads = [ranges[index][0] + e for index, first, last in cover(ranges, start, end) for e in range(first, last)]
         assert reads == [*range(start, end)]
     for start in (0, 19):
         with pytest.raises(ValueError, match=f"element {start} of 40"):
@@ -126,9 +126,9 @@ def problem_in(path: Path) -> str:
 def test_any_damage_to_bytes_is_named(tmp_path_factory, chance):
     path = make_checkpoint(tmp_path_factory.mktemp("damaged"), 3)
     name = chance.choice((MANIFEST, file_name(0), file_name(1)))
-    whole = (path / name).read_bytes()
-    (path / name).write_bytes(damaged := damaged_bytes(whole, chance))
-    is_same = whole.split() == damaged.split() or (name == MANIFEST and json.loads(whole) == parsed(damaged))
+    original = (path / name).read_bytes()
+    (path / name).write_bytes(damaged := damaged_bytes(original, chance))
+    is_same = original.split() == damaged.split() or (name == MANIFEST and json.loads(original) == parsed(damaged))
     assert name in problem_in(path) or is_same
     (path / name).unlink()
     assert name in problem_in(path)
@@ -145,11 +145,11 @@ def newest_after(folder: Path, damage: list[tuple[str, bytes]]) -> list[tuple[in
     """On a rank, after each damage: the step of the newest complete checkpoint, and how many were skipped."""
     origins = []
     for name, content in damage:
-        whole = (folder / name).read_bytes()
+        original = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
         origin = newest_complete(folder)
         origins.append((origin.manifest.step, len(origin.skipped)))
-        (folder / name).write_bytes(whole)
+        (folder / name).write_bytes(original)
     return origins
 
 
@@ -160,8 +160,8 @@ def test_the_newest_complete_one_is_used(ranks: RankPool, tmp_path):
     (tmp_path / ".step_00000006.saving").mkdir()
     (tmp_path / "step_x").mkdir()
     name = "step_00000004/manifest.json"
-    whole = (tmp_path / name).read_bytes()
-    damage = [(name, whole), (name, whole[:-9]), (name, b""), ("step_00000004/rank_1.safetensors", b"")]
+    original = (tmp_path / name).read_bytes()
+    damage = [(name, original), (name, original[:-9]), (name, b""), ("step_00000004/rank_1.safetensors", b"")]
     assert ranks.run(1, newest_after, tmp_path, damage) == [[(4, 0), (2, 1), (2, 1), (2, 1)]]
 
 
@@ -368,17 +368,17 @@ def refused_at_the_start(folder: Path) -> list[str]:
 @each_row("kind", ["a symbolic link", "a symbolic link to nothing", "a file"])
 def test_what_stands_in_the_way_of_a_later_save(ranks: RankPool, tmp_path, kind):
     """It is named when the run begins. What a killed run left goes, but not what a link points to."""
-    folder, other = tmp_path / "folder", make_checkpoint(tmp_path, 4)
+    folder, target = tmp_path / "folder", make_checkpoint(tmp_path, 4)
     folder.mkdir()
     for name in (folder_name(4), f".{folder_name(4)}.saving"):
         if kind == "a file":
             (folder / name).touch()
         else:
-            (folder / name).symlink_to(tmp_path / "nothing" if "nothing" in kind else other)
+            (folder / name).symlink_to(tmp_path / "nothing" if "nothing" in kind else target)
     for message in ranks.run(1, refused_at_the_start, folder)[0]:
         assert f"{folder / folder_name(4)} has the name of a checkpoint, but is {kind[:15]}" in message
     remove_unfinished(folder)
-    assert [path.name for path in folder.iterdir()] == [folder_name(4)] and problem_in(other) == ""
+    assert [path.name for path in folder.iterdir()] == [folder_name(4)] and problem_in(target) == ""
 
 
 def test_another_model_or_optimizer():

@@ -27,15 +27,15 @@ def damage(path: Path, chance: random.Random) -> str:
     content = json.loads((path / MANIFEST).read_bytes())
     del content["crc32"]
     if chance.random() < 0.5:
-        what = f"{MANIFEST}: {damage_field(content, chance, OF_ANOTHER_KIND, another)}"
+        change = f"{MANIFEST}: {damage_field(content, chance, OF_ANOTHER_KIND, another)}"
     else:
         file = chance.choice(sorted(path.glob("rank_*")))
-        whole, what = damaged_tensors(file.read_bytes(), chance)
-        file.write_bytes(whole)
-        content["files"][file.name] = {"bytes": len(whole), "crc32": zlib.crc32(whole)}
-        what = f"{file.name}: {what}"
+        file_bytes, change = damaged_tensors(file.read_bytes(), chance)
+        file.write_bytes(file_bytes)
+        content["files"][file.name] = {"bytes": len(file_bytes), "crc32": zlib.crc32(file_bytes)}
+        change = f"{file.name}: {change}"
     (path / MANIFEST).write_text(json.dumps(content | {"crc32": _checksum(content)}))
-    return what
+    return change
 
 
 def resumed(path: Path) -> tuple[str, dict[str, str]]:
@@ -61,26 +61,26 @@ def fuzz(folder: Path) -> list[tuple[str, str]]:
     assert message == ""
     damaged = folder / "damaged"
     for _ in range(CASES):
-        what = [""]
+        change = [""]
         if here().rank == 0:
             shutil.rmtree(damaged, ignore_errors=True)
             shutil.copytree(saved, damaged)
-            what = [damage(damaged, chance)]
-        dist.broadcast_object_list(what, src=0)
+            change = [damage(damaged, chance)]
+        dist.broadcast_object_list(change, src=0)
         try:
             message, state = resumed(damaged)
         except Exception as error:
-            raise AssertionError(f"{what[0]}: {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{change[0]}: {type(error).__name__}: {error}") from error
         wrong = [name for name in right if not message and state.get(name) != right[name]]
-        assert not wrong, f"{what[0]}: another state in silence: {wrong}"
-        assert not message or (str(damaged) in message and len(message.splitlines()) == 1), f"{what[0]}: {message}"
-        answers.append((what[0], message))
+        assert not wrong, f"{change[0]}: another state in silence: {wrong}"
+        assert not message or (str(damaged) in message and len(message.splitlines()) == 1), f"{change[0]}: {message}"
+        answers.append((change[0], message))
     return answers
 
 
 def test_damaged_checkpoints(ranks: RankPool, tmp_path):
     answers = ranks.run(2, fuzz, tmp_path)[0]
-    outcomes = Counter((what.split(":")[0], bool(message)) for what, message in answers)
+    outcomes = Counter((change.split(":")[0], bool(message)) for change, message in answers)
     assert outcomes[MANIFEST, True] > 10 and outcomes[MANIFEST, False] > 0, outcomes
     assert outcomes["rank_0.safetensors", True] > 8 and outcomes["rank_1.safetensors", True] > 8, outcomes
-    assert [what for what, message in answers if not message and not what.startswith(MANIFEST)] == []
+    assert [change for change, message in answers if not message and not change.startswith(MANIFEST)] == []

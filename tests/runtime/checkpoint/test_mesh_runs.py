@@ -91,9 +91,9 @@ def test_a_run_on_a_mesh_stops_and_resumes(ranks: RankPool, tmp_path, settings, 
     assert not record_of(tmp_path / "stopped", label)["notes"]
 
     evaluation = record_of(tmp_path / "straight", label)["eval"]["loss"]
-    other = {**settings, "choice": "zero3", "output_dir": str(tmp_path / "other"), "resume": str(end)}
-    other["precision"] = on_mesh.get("precision", "fp32")
-    ranks.run(size, run_on_mesh, {**other, "checkpoint_every": None})
+    resuming = {**settings, "choice": "zero3", "output_dir": str(tmp_path / "other"), "resume": str(end)}
+    resuming["precision"] = on_mesh.get("precision", "fp32")
+    ranks.run(size, run_on_mesh, {**resuming, "checkpoint_every": None})
     record = record_of(tmp_path / "other", "zero3")
     assert record["eval"]["loss"] == pytest.approx(evaluation, rel=1e-5)
     assert record["generated"] == record_of(tmp_path / "straight", label)["generated"]

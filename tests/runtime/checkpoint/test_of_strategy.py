@@ -24,9 +24,9 @@ def train(strategy: Strategy, first: int):
     """Steps of 6 samples, for any number of ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(first, first + STEPS):
-        mine = {name: tensor[rank::size] for name, tensor in make_batch("llama", 6, step).items()}
+        batch = {name: tensor[rank::size] for name, tensor in make_batch("llama", 6, step).items()}
         with strategy.micro_batch():
-            strategy(**mine).loss.backward()
+            strategy(**batch).loss.backward()
         strategy.step()
         strategy.zero_grad()
 

@@ -97,11 +97,11 @@ def test_a_workspace_is_what_an_operator_frees_itself():
     or a collective allocates and frees."""
     product, collective = (SimpleNamespace(name=n, end_time_ns=10, parent=None) for n in ("aten::mm", "c10d::scatter"))
     factory = SimpleNamespace(name="aten::empty", end_time_ns=3, parent=product)
-    whole = SimpleNamespace(name="aten::empty", end_time_ns=22, parent=None)
+    outermost = SimpleNamespace(name="aten::empty", end_time_ns=22, parent=None)
     reports = [
         *(report(1, 1, 100, product), report(2, 2, 30, product), report(3, 3, 7, factory), report(4, 4, 5, collective)),
         *(report(5, 2, -30, product), report(6, 3, -7, product), report(7, 4, -5, collective)),
-        *(report(11, 1, -100, None), report(21, 5, 9, whole), report(22, 5, -9, None)),
+        *(report(11, 1, -100, None), report(21, 5, 9, outermost), report(22, 5, -9, None)),
     ]
     assert workspace_changes(reports) == [0, 30, 7, 0, -30, -7, 0, 0, 0, 0]
 
