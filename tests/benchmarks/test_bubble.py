@@ -27,10 +27,10 @@ def check(folder: Path, schedule: str):
     pool, tried = RankPool(), []
     for run in range(3):
         (at := folder / f"{schedule}-{run}").mkdir()
-        found = pool.run(RANKS, over_links, at, schedule, MICRO_BATCHES, 500.0)[0]
-        assert found["paper_pct"] == pytest.approx(100 * BUBBLES[schedule])
-        tried.append(found["bubble_pct"])
-        if tried[-1] == pytest.approx(found["paper_pct"], rel=0.03):
+        row = pool.run(RANKS, over_links, at, schedule, MICRO_BATCHES, 500.0)[0]
+        assert row["paper_pct"] == pytest.approx(100 * BUBBLES[schedule])
+        tried.append(row["bubble_pct"])
+        if tried[-1] == pytest.approx(row["paper_pct"], rel=0.03):
             return pool.close()
     return pytest.fail(f"{schedule}: bubbles of {tried} %")
 
@@ -45,6 +45,6 @@ def test_the_bubble_is_that_of_the_formula(tmp_path):
 
 def test_a_slow_stage_is_waited_for(ranks: RankPool, tmp_path):
     """A step takes at least as long as on paper, 27 passes: with equal stages, 15."""
-    for found in ranks.run(2, over_links, tmp_path, "1f1b", 4, 10.0, 2.0):
-        assert found["paper_pct"] == pytest.approx(100 / 3) and 0 < found["bubble_pct"] < 100
-        assert found["step_ms"] > 27 * 10 and found["stages"] == "second 2 times as slow"
+    for row in ranks.run(2, over_links, tmp_path, "1f1b", 4, 10.0, 2.0):
+        assert row["paper_pct"] == pytest.approx(100 / 3) and 0 < row["bubble_pct"] < 100
+        assert row["step_ms"] > 27 * 10 and row["stages"] == "second 2 times as slow"

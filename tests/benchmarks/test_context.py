@@ -22,4 +22,4 @@ def test_each_way_is_timed_beside_the_whole(ranks: RankPool):
 
 def test_what_ranks_do_not_divide_is_refused(ranks: RankPool):
     for heads, tokens, message in ((3, 64, "do not divide 3 attention heads"), (2, 6, "multiple of twice the 2 ranks")):
-        assert all(message in said for said in ranks.run(2, message_of, UserError, measured, heads, tokens))
+        assert all(message in text for text in ranks.run(2, message_of, UserError, measured, heads, tokens))

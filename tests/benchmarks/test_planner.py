@@ -15,9 +15,9 @@ def test_measured_and_planned_stand_side_by_side(tmp_path, capsys):
     (tmp_path / "t.toml").write_text(ROW + FUSED + ODD + ODD.replace("[odd]", "[none]").replace("--gpus", "--gpu"))
     assert planner.main(["--table", str(tmp_path / "t.toml")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    mine, fused = (next(line for line in lines if line.startswith(name)).split() for name in ("mine", "fused"))
-    assert mine[-6:-4] == ["zero3", "1,000"] and mine[-3] == "32.0", "16 x 4 / 2 tokens at 1000 a second"
-    assert float(fused[-4].replace(",", "")) > float(mine[-4].replace(",", ""))
+    plain, fused = (next(line for line in lines if line.startswith(name)).split() for name in ("mine", "fused"))
+    assert plain[-6:-4] == ["zero3", "1,000"] and plain[-3] == "32.0", "16 x 4 / 2 tokens at 1000 a second"
+    assert float(fused[-4].replace(",", "")) > float(plain[-4].replace(",", ""))
     assert any(line.startswith("odd: unknown device 'H10'") for line in lines)
     assert any(line.startswith("none: plan = '--model gpt2 --gpu 2xH10") for line in lines)
     assert lines[-2].endswith("0 of 2 (0%) within 10%.") and lines[-1].startswith("Worst: fused")

@@ -11,14 +11,14 @@ RULES = {rule.name: rule for rule in all_rules()}
 
 def rows(page):
     """Variables and rules of each row of the tables of a page whose last column is "checked by"."""
-    found = []
+    pairs = []
     for table in re.findall(
         r"^\|[^\n]*\| checked by \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", (DOCS / page).read_text(), re.MULTILINE
     ):
         for row in table.splitlines():
             cells = row.strip("|").split(" | ")
-            found.append((re.findall(r"`([A-Z][A-Z0-9_]+)", cells[0]), re.findall(r"`([a-z0-9-]+)`", cells[-1])))
-    return found
+            pairs.append((re.findall(r"`([A-Z][A-Z0-9_]+)", cells[0]), re.findall(r"`([a-z0-9-]+)`", cells[-1])))
+    return pairs
 
 
 def test_rules_that_are_named_exist():

@@ -59,16 +59,16 @@ def test_the_job_starts_torchrun_on_every_node(monkeypatch):
 def test_sky_starts_torchrun_on_every_node():
     """`run` is a shell script: `uv` prints what it is given, instead of running it."""
     nodes, gpus = SKY["num_nodes"], int(SKY["resources"]["accelerators"].split(":")[1])
-    given = {"NUM_NODES": nodes, "NODE_RANK": 1, "NUM_GPUS_PER_NODE": gpus, "NODE_IPS": "10.0.0.1\n10.0.0.2"}
-    done = subprocess.run(
+    variables = {"NUM_NODES": nodes, "NODE_RANK": 1, "NUM_GPUS_PER_NODE": gpus, "NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    answer = subprocess.run(
         ["bash", "-euc", "uv() { printf '%s\\n' \"$@\"; }\n" + SKY["run"]],
-        env={f"SKYPILOT_{name}": str(value) for name, value in given.items()} | {"PATH": "/usr/bin:/bin"},
+        env={f"SKYPILOT_{name}": str(value) for name, value in variables.items()} | {"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         timeout=20,
         check=True,
     )
-    words = done.stdout.splitlines()
+    words = answer.stdout.splitlines()
     assert words[:3] == ["run", "--no-dev", "torchrun"]
     launch, _, _ = config_from_args(torchrun := parse_args(words[3:]))
     assert (launch.min_nodes, launch.nproc_per_node, launch.rdzv_endpoint) == (nodes, gpus, "10.0.0.1:29500")

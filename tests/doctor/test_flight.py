@@ -16,7 +16,7 @@ from tests.tables import each_row
 DATA = Path(__file__).parents[1] / "data" / "doctor"
 
 
-def own(rank, calls, world=2, first=1, last_state="completed"):
+def record(rank, calls, world=2, first=1, last_state="completed"):
     """A record of this project's layout; all calls but the last are completed."""
     entries = [
         {
@@ -42,7 +42,7 @@ CALLS = [("all_reduce", 8), ("broadcast", 4), ("all_reduce", 16)]
 
 def test_messages_between_stages_are_no_difference():
     """One rank sends what the other receives, and a receive is posted ahead."""
-    ranks = [own(rank, [(kind, 8)] * count) for rank, kind, count in ((0, "send", 2), (1, "recv", 3))]
+    ranks = [record(rank, [(kind, 8)] * count) for rank, kind, count in ((0, "send", 2), (1, "recv", 3))]
     dumps = [read_dump(f"rank_{rank}.flight.json", content) for rank, content in enumerate(ranks)]
     assert compare(dumps) == [] and [dump.point_to_point for dump in dumps] == [2, 3]
 
@@ -87,7 +87,7 @@ def said_by_torch(dumps):
 
 
 @each_row(
-    ("last_of_rank_2", "what"),
+    ("last_of_rank_2", "difference"),
     [
         ([("all_reduce", 16)], None),
         ([("all_reduce", 17)], "differ"),
@@ -95,30 +95,30 @@ def said_by_torch(dumps):
         ([], "behind"),
     ],
 )
-def test_torchs_analyser_names_the_same_collective_and_ranks(last_of_rank_2, what):
+def test_torchs_analyser_names_the_same_collective_and_ranks(last_of_rank_2, difference):
     last = [[("all_reduce", 16)], [("all_reduce", 16)], last_of_rank_2]
     dumps = [torch_dump(rank, "0", "[0, 1, 2]", [*CALLS[:2], *calls], running=3) for rank, calls in enumerate(last)]
     results = [result for result in divergences(*dumps) if result.what != "stuck"]
-    assert [result.what for result in results] == [what] * bool(what)
-    ours = next(((result.seq, set(result.ranks)) for result in results), None)
-    assert said_by_torch(dumps) == ours == ((3, {2}) if what else None)
+    assert [result.what for result in results] == [difference] * bool(difference)
+    divergence = next(((result.seq, set(result.ranks)) for result in results), None)
+    assert said_by_torch(dumps) == divergence == ((3, {2}) if difference else None)
 
 
-AHEAD = own(0, [*CALLS, ("all_reduce", 1)], last_state="issued")
+AHEAD = record(0, [*CALLS, ("all_reduce", 1)], last_state="issued")
 AHEAD["entries"][2]["state"] = "issued"
 
 
 @each_row(
     ("contents", "expected"),
     [
-        ([own(0, CALLS), own(1, CALLS)], None),
-        ([own(0, CALLS), own(1, CALLS[1:], first=2)], None),  # compared is only what every dump still has
-        ([own(0, [("all_to_all", 3)]), own(1, [("all_to_all", 5)])], None),  # sizes that may differ
-        ([own(0, CALLS, last_state="issued"), own(1, CALLS[:1])], ("behind", 2, [1])),
-        ([own(rank, CALLS, last_state="issued") for rank in (0, 1)], ("stuck", 3, [0, 1])),
-        ([AHEAD, own(1, CALLS, last_state="issued")], ("stuck", 3, [0, 1])),  # a call queued behind it says nothing
-        ([own(rank, CALLS, 3, last_state="issued") for rank in (0, 2)], ("missing", 3, [1])),
-        ([own(0, CALLS), own(1, [*CALLS[:2], ("all_reduce", 17)])], ("differ", 3, [0])),
+        ([record(0, CALLS), record(1, CALLS)], None),
+        ([record(0, CALLS), record(1, CALLS[1:], first=2)], None),  # compared is only what every dump still has
+        ([record(0, [("all_to_all", 3)]), record(1, [("all_to_all", 5)])], None),  # sizes that may differ
+        ([record(0, CALLS, last_state="issued"), record(1, CALLS[:1])], ("behind", 2, [1])),
+        ([record(rank, CALLS, last_state="issued") for rank in (0, 1)], ("stuck", 3, [0, 1])),
+        ([AHEAD, record(1, CALLS, last_state="issued")], ("stuck", 3, [0, 1])),  # a call queued behind it says nothing
+        ([record(rank, CALLS, 3, last_state="issued") for rank in (0, 2)], ("missing", 3, [1])),
+        ([record(0, CALLS), record(1, [*CALLS[:2], ("all_reduce", 17)])], ("differ", 3, [0])),
     ],
 )
 def test_where_ranks_diverge(contents, expected):
@@ -137,10 +137,10 @@ def test_where_ranks_diverge(contents, expected):
 )
 def test_who_is_in_a_group(group, members):
     """The others are not missed in it."""
-    contents = [own(rank, CALLS, world=6, last_state="issued") for rank in range(6)]
+    contents = [record(rank, CALLS, world=6, last_state="issued") for rank in range(6)]
     for content in contents:
-        mine = content["rank"] in (members or {0, 1, 2})
-        content["entries"] = [entry | {"group": group} for entry in content["entries"] if mine]
+        is_member = content["rank"] in (members or {0, 1, 2})
+        content["entries"] = [entry | {"group": group} for entry in content["entries"] if is_member]
     assert read_dump("rank_0.flight.json", contents[0]).members == {group: members}
     assert [result.what for result in divergences(*contents)] == ["stuck"]
 
@@ -168,8 +168,8 @@ def test_a_pickle_is_never_loaded(tmp_path):
 def test_of_a_folder_the_latest_run(tmp_path):
     for run, calls in (("20261120-080000-aaaa", CALLS[:1]), ("20261121-080000-aaaa", CALLS)):
         for rank in (0, 1):
-            own_calls = calls if rank == 0 or run.startswith("20261121") else []
-            content = json.dumps(own(rank, own_calls))
+            rank_calls = calls if rank == 0 or run.startswith("20261121") else []
+            content = json.dumps(record(rank, rank_calls))
             (tmp_path / f"{run}.rank_{rank}.flight.json").write_text(content)
     inputs = read_inputs([str(tmp_path)])
     assert len(inputs.facts.dumps) == 2 and inputs.facts.divergences == [] and inputs.problems == []

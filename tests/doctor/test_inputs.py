@@ -50,7 +50,7 @@ def test_packings_and_encodings(write, tmp_path):
 
 
 @each_row(
-    ("before", "kept"),
+    ("before", "prefix"),
     [
         ("E0422 05:07:49.013000 204 torch/distributed/elastic/multiprocessing/api.py:732] ", ""),
         ("[rank3]:E0422 05:07:49.013000 204 torch/_dynamo/utils.py:7] ", "[rank3]:"),
@@ -70,12 +70,12 @@ def test_packings_and_encodings(write, tmp_path):
         ("node1:11:12 [0] NCCL INFO ", "node1:11:12 [0] NCCL INFO "),
     ],
 )
-def test_what_a_launcher_puts_before_a_line_is_no_part_of_it(before, kept):
+def test_what_a_launcher_puts_before_a_line_is_no_part_of_it(before, prefix):
     """But it is quoted; and the rule that needs what the line says finds it."""
-    said = "RuntimeError: Cannot re-initialize CUDA in forked subprocess."
-    text = to_text("log", f"{before}{said}\n{before}\n{before}Traceback".encode())
-    assert text.lines[0].text == kept + said
-    assert len(text.lines[0].whole) == len(ANSI.sub("", before) + said)
+    message = "RuntimeError: Cannot re-initialize CUDA in forked subprocess."
+    text = to_text("log", f"{before}{message}\n{before}\n{before}Traceback".encode())
+    assert text.lines[0].text == prefix + message
+    assert len(text.lines[0].whole) == len(ANSI.sub("", before) + message)
     assert diagnose(Facts([text]))[0].rule.name == "cuda-before-fork"
 
 

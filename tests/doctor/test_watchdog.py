@@ -57,7 +57,7 @@ def test_different_collectives_in_one_group():
 
 
 @each_row(
-    ("one", "other", "groups"),
+    ("first", "second", "groups"),
     [
         (("ALLREDUCE", 8), ("BROADCAST", 8), ("1(mesh_dp)", "2(mesh_tp)")),  # two groups with equal numbers
         (("SEND", 8), ("RECV", 16), ("5(mesh_pp)", "5(mesh_pp)")),  # a pair
@@ -66,9 +66,9 @@ def test_different_collectives_in_one_group():
         (("GATHER", 8), ("GATHER", 24), ("0(default_pg)", "0(default_pg)")),
     ],
 )
-def test_what_is_no_different_collective(one, other, groups):
+def test_what_is_no_different_collective(first, second, groups):
     lines = []
-    for rank, ((kind, elements), group) in enumerate(zip((one, other), groups, strict=True)):
+    for rank, ((kind, elements), group) in enumerate(zip((first, second), groups, strict=True)):
         lines += [gave_up(rank, 40, kind, elements=elements), status(rank, group, 40, 40)]
     assert [finding.rule.name for finding in diagnose(facts_of(*lines))] == ["watchdog-timeout"]
 
@@ -79,8 +79,8 @@ def test_what_was_issued_as_one_is_named_by_its_elements():
     assert (
         finding.details[0] == "rank 0 gave up; the first is COALESCED (all-gather), number 40 of group 0(default_pg)."
     )
-    other = [gave_up(1, 40, "ALLREDUCE"), status(1, "0(default_pg)", 40, 40)]
-    assert verdict(gather, status(0, "0(default_pg)", 40, 40), *other).rule.name == "different-collectives"
+    second = [gave_up(1, 40, "ALLREDUCE"), status(1, "0(default_pg)", 40, 40)]
+    assert verdict(gather, status(0, "0(default_pg)", 40, 40), *second).rule.name == "different-collectives"
 
 
 @each_row("received", [8, 32])
@@ -96,8 +96,8 @@ def test_of_ranks_that_give_up_at_neighbouring_numbers_the_first_is_behind():
     finding = verdict(*lines, gave_up(1, 56, "ALLREDUCE"), status(1, "0(default_pg)", 56, 60))
     assert finding.rule.name == "rank-behind"
     assert finding.details == ["Rank 1 waits in collective 56 of group 0(default_pg), rank 0 waits in a later one."]
-    other = verdict(*lines, gave_up(1, 56, "ALLREDUCE"), status(1, "1(mesh_tp)", 56, 60))
-    assert other.rule.name == "watchdog-timeout", "numbers of two groups say nothing about each other"
+    unrelated = verdict(*lines, gave_up(1, 56, "ALLREDUCE"), status(1, "1(mesh_tp)", 56, 60))
+    assert unrelated.rule.name == "watchdog-timeout", "numbers of two groups say nothing about each other"
 
 
 @each_row("breaks", [("operation ",), ("=57, ",), ("operation ", "=57, ")])

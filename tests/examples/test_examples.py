@@ -22,22 +22,22 @@ EXAMPLES = ROOT / "examples"
 
 def plain_loop(folder: Path) -> str:
     """What the script prints on this rank, which has joined a group already."""
-    said = io.StringIO()
+    output = io.StringIO()
     with (
         contextlib.chdir(folder),
-        contextlib.redirect_stdout(said),
+        contextlib.redirect_stdout(output),
         mock.patch.object(sys, "argv", ["plain_loop.py", "zero3"]),
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
     ):
         runpy.run_path(str(EXAMPLES / "plain_loop.py"))
-    return said.getvalue()
+    return output.getvalue()
 
 
 def test_a_plain_loop_learns_and_saves(ranks: RankPool, tmp_path):
-    said, nothing = ranks.run(2, plain_loop, tmp_path)
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
-    assert losses[-1] < 0.8 * losses[0] and said.startswith("zero3: 2 ranks on ") and nothing == ""
+    output, nothing = ranks.run(2, plain_loop, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < 0.8 * losses[0] and output.startswith("zero3: 2 ranks on ") and nothing == ""
     assert torch.load(tmp_path / "model.pt")["0.weight"].shape == (64, 16)
 
 
@@ -47,9 +47,9 @@ def test_the_turned_over_script_learns_and_saves(tmp_path):
 
     command = [*TORCHRUN, "--nproc_per_node=2", EXAMPLES / "fine_tune.py", "--choice", "zero3", "--output-dir", "tuned"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    last = float(re.findall(r"accuracy ([\d.]+)%", done.stdout)[-1])
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    last = float(re.findall(r"accuracy ([\d.]+)%", answer.stdout)[-1])
     assert last > 90
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned").eval()
     rows = torch.randint(8, 100, (40, 16))  # without a 7

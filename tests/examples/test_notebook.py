@@ -40,8 +40,8 @@ def test_it_runs_on_a_cpu(tmp_path, monkeypatch):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": tmp_path / "examples"}}).execute()
     outputs = [output for cell in notebook.cells[1::2] for output in cell.outputs]
-    said = "".join(output.get("text", "") for output in outputs)
-    assert "--workload digits" in said and "7 of 7 strategies" in said
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "--workload digits" in text and "7 of 7 strategies" in text
     pages = [output.data["text/html"] for output in outputs if "data" in output]
     assert len(pages) == 2 and all(page.count("<iframe srcdoc=") == 1 and "Plotly" in page for page in pages)
     assert "pytorch_ddp" in pages[0] and "bucket_ddp_async" in pages[1]

@@ -32,8 +32,8 @@ class Plan:
     """What FAULT says."""
 
     def __init__(self, text: str):
-        self.kind, *rest = text.split(":")
-        values = dict(pair.split("=") for pair in rest)
+        self.kind, *fields = text.split(":")
+        values = dict(pair.split("=") for pair in fields)
         self.rank, self.step = int(values.get("rank", 1)), int(values.get("step", 2))
         self.at = values.get("at", "forward")
 
@@ -84,9 +84,9 @@ def eat_memory(strategy: Any):
     import torch
 
     resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, resource.RLIM_INFINITY))
-    held = []
+    blocks = []
     while True:
-        held.append(torch.empty(2**30, dtype=torch.uint8))  # never touched, so only addresses are used up
+        blocks.append(torch.empty(2**30, dtype=torch.uint8))  # never touched, so only addresses are used up
 
 
 def extra_collective(strategy: Any):
@@ -115,10 +115,10 @@ def spoiled_collective(change: Callable[[Any], list[Any]]) -> Callable[[Any], No
         def spoiled(name: str) -> Callable[..., Any]:
             def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
                 if tensor.dtype.is_floating_point and tensor.numel() > 64:
-                    for one, function in plain.items():
-                        setattr(dist, one, function)
-                    for other in change(tensor):
-                        plain[name](other, **({"src": 0} if name == "broadcast" else {}))
+                    for call_name, function in plain.items():
+                        setattr(dist, call_name, function)
+                    for extra in change(tensor):
+                        plain[name](extra, **({"src": 0} if name == "broadcast" else {}))
                 return plain[name](tensor, *args, **kwargs)
 
             return call
@@ -134,15 +134,15 @@ def swap_gradients(strategy: Any):
     import torch.distributed as dist
 
     plain = dist.all_reduce
-    held: list[Any] = []
+    delayed: list[Any] = []
 
     def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if not held:
-            held.append(tensor)
+        if not delayed:
+            delayed.append(tensor)
             return None
         dist.all_reduce = plain
         answer = plain(tensor, *args, **kwargs)
-        plain(held[0], *args, **kwargs)
+        plain(delayed[0], *args, **kwargs)
         return answer
 
     dist.all_reduce = all_reduce

@@ -148,7 +148,7 @@ class Outcome:
         record: The run record; None if there is none.
         traces: Finished traces.
         rubbish: Temporary files that are left behind.
-        left: Processes that are left behind.
+        processes: Those that are left behind.
         output: Standard error.
     """
 
@@ -158,46 +158,46 @@ class Outcome:
     record: dict[str, Any] | None
     traces: int
     rubbish: list[str]
-    left: list[int]
+    processes: list[int]
     output: str
 
     def problems(self, scenario: Scenario, most_s: float = 15.0) -> list[str]:
         """What is not as it should be; empty if everything is."""
-        found = []
+        flaws = []
         fails = scenario.how != "completed"
         record = self.record or {}
         ended = record.get("ended", {})
         allowed = most_s + (HANG_TIMEOUT_S if scenario.hangs else 0.0)
         if self.exit_code != int(fails):
-            found.append(f"exit code {self.exit_code}")
+            flaws.append(f"exit code {self.exit_code}")
         if self.seconds > allowed:
-            found.append(f"took {self.seconds:.1f} s")
+            flaws.append(f"took {self.seconds:.1f} s")
         if len(self.errors) != int(fails):
-            found.append(f"{len(self.errors)} messages")
+            flaws.append(f"{len(self.errors)} messages")
         if fails and self.errors and scenario.says not in self.errors[0]:
-            found.append(f"the message lacks '{scenario.says}': {self.errors[0]}")
+            flaws.append(f"the message lacks '{scenario.says}': {self.errors[0]}")
         if scenario.names_place and self.errors:
             words = [f"step {FAULT_STEP}"] + [scenario.named] * (scenario.how != "mismatched")
-            found += [f"the message lacks '{word}': {self.errors[0]}" for word in words if word not in self.errors[0]]
+            flaws += [f"the message lacks '{word}': {self.errors[0]}" for word in words if word not in self.errors[0]]
         if scenario.starter != "torchrun":
-            found += ["more is said than the message"] * (self.output.count("\n") > 1)
+            flaws += ["more is said than the message"] * (self.output.count("\n") > 1)
         elif fails and self.errors and self.errors[0] not in self.output.rpartition("Root Cause")[2]:
-            found.append("torchrun's root cause is not the message")
+            flaws.append("torchrun's root cause is not the message")
         if ended.get("traceback") and "; traceback: " not in self.errors[0]:
-            found.append("its traceback is in no file")
+            flaws.append("its traceback is in no file")
         if ended.get("how") != scenario.how:
-            found.append(f"recorded as {ended.get('how')}")
+            flaws.append(f"recorded as {ended.get('how')}")
         unread = record.get("device") == "cuda"  # the latest loss, which the host reads a step later
         if fails and len(record.get("train_loss", [])) < FAULT_STEP - unread:
-            found.append("steps are missing in the record")
+            flaws.append("steps are missing in the record")
         loses_traces = scenario.fault.split(":")[0] in ("disk", "vanish") or "--no-profile" in scenario.flags
         if fails and not loses_traces and self.traces < 2:
-            found.append(f"{self.traces} traces kept")
+            flaws.append(f"{self.traces} traces kept")
         if self.rubbish:
-            found.append(f"left behind: {', '.join(self.rubbish)}")
-        if self.left:
-            found.append(f"processes left: {self.left}")
-        return found
+            flaws.append(f"left behind: {', '.join(self.rubbish)}")
+        if self.processes:
+            flaws.append(f"processes left: {self.processes}")
+        return flaws
 
 
 def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float = 120.0) -> Outcome:
@@ -222,7 +222,7 @@ def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float =
         kill_processes_of(mark)
         _, errors = process.communicate()
     ended_s = time.time()
-    left = kill_processes_of(mark)
+    processes = kill_processes_of(mark)
     return Outcome(
         process.returncode,
         ended_s - float(moment.read_text()) if moment.exists() else 0.0,
@@ -230,27 +230,27 @@ def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float =
         next((json.loads(path.read_text()) for path in folder.glob("profile/*/*.run.json")), None),
         len(list(folder.glob("profile/*/rank_*/*.pt.trace.json.gz"))),
         [path.name for path in folder.rglob(".*") if path.name != LOCK],
-        left,
+        processes,
         errors,
     )
 
 
 def kill_processes_of(mark: str) -> list[int]:
     """Kill what lives of a run. torchrun gives each rank a session of its own, so no process group holds them all."""
-    found = processes_of(mark)
-    for pid in found:
+    pids = processes_of(mark)
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return found
+    return pids
 
 
 def processes_of(mark: str) -> list[int]:
     """Living processes of the run with this mark."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"{MARK}={mark}".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:
             continue  # it has ended, or belongs to another user
-    return found
+    return pids

@@ -55,16 +55,16 @@ def test_a_node_is_lost_and_one_joins(ranks: RankPool, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-    def said() -> str:
+    def output() -> str:
         return (tmp_path / "output").read_text()
 
     with node(f"{mark}-1", port, True, tmp_path) as host:
         with node(f"{mark}-2", port, False, tmp_path):
             wait_for(lambda: newest_step(tmp_path) > 0)
-        wait_for(lambda: said().count("resumes after step") == 1)  # the second node has gone
+        wait_for(lambda: output().count("resumes after step") == 1)  # the second node has gone
         with node(f"{mark}-3", port, False, tmp_path) as joined:
-            wait_for(lambda: said().count("resumes after step") == 2)
-            wait_for(lambda: newest_step(tmp_path) > int(re.findall(r"resumes after step (\d+)", said())[-1]))
+            wait_for(lambda: output().count("resumes after step") == 2)
+            wait_for(lambda: newest_step(tmp_path) > int(re.findall(r"resumes after step (\d+)", output())[-1]))
             for pid in processes_of(f"{mark}-3"):
                 if pid != joined.pid:
                     os.kill(pid, signal.SIGUSR1)

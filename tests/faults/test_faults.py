@@ -109,13 +109,13 @@ def test_signals(tmp_path, sent, to):
         assert process.wait(timeout=15) != 0
         wait_for(lambda: not processes_of(mark))
     lines = (tmp_path / "errors").read_text().splitlines()
-    said = lines if to == "ddp-lab" else [line for line in lines if line.startswith("error: ")]
+    messages = lines if to == "ddp-lab" else [line for line in lines if line.startswith("error: ")]
     ended = record_of(tmp_path, "flat_ddp")["ended"]
-    assert len(said) == 1 and ended["message"] in said[0]
+    assert len(messages) == 1 and ended["message"] in messages[0]
     assert ended["how"] == ("killed" if (sent, to) == (signal.SIGKILL, "rank 1") else "interrupted")
     if ended["how"] == "interrupted":
         expected = f"stopped by {sent.name}," if sent != signal.SIGKILL else "torchrun has gone, so the ranks ended"
-        assert expected in said[0] and f", after step {ended['step']} of " in said[0]
+        assert expected in messages[0] and f", after step {ended['step']} of " in messages[0]
     if to == "rank 1":
         assert ended["rank"] == 1 and "rank 1 was" in ended["message"]
 
@@ -199,14 +199,14 @@ def test_sigusr1(ranks: RankPool, tmp_path):
 
 def rank_processes(mark: str) -> dict[int, int]:
     """Process ids by rank."""
-    found = {}
+    pid_by_rank = {}
     for pid in processes_of(mark):
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        found |= {int(value[5:]): pid for value in variables if value.startswith(b"RANK=")}
-    return found
+        pid_by_rank |= {int(value[5:]): pid for value in variables if value.startswith(b"RANK=")}
+    return pid_by_rank
 
 
 def wait_for(holds, limit_s: float = 90.0):

@@ -34,12 +34,12 @@ class Mutant(NamedTuple):
             ValueError: it is not a sentence, a line of tests, and a unified diff of one hunk.
         """
         head, *hunks = re.split(r"^@@ .*\n", file.read_text(), flags=re.MULTILINE)
-        found = re.fullmatch(r"# (.+\.)\n# tests: (.+)\n--- a/(.+)\n\+\+\+ b/\3\n", head)
-        if found is None or len(hunks) != 1:
+        match = re.fullmatch(r"# (.+\.)\n# tests: (.+)\n--- a/(.+)\n\+\+\+ b/\3\n", head)
+        if match is None or len(hunks) != 1:
             raise ValueError(f"{file.name}: write a sentence, a line of tests, and a unified diff of one hunk")
         lines = hunks[0].splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +"))
-        return cls(file.stem, found[1], shlex.split(found[2]), found[3], old, new)
+        return cls(file.stem, match[1], shlex.split(match[2]), match[3], old, new)
 
     def applied(self, source: str) -> str:
         """`source` with the fault.

@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--named-only", action="store_true", help="run the tests that the patch names, and no others")
     parser.add_argument("--without", action="store_true", help="plant nothing: all tests should pass")
     options = parser.parse_args()
-    chosen = [one for one in all_mutants() if not options.names or any(name in one.name for name in options.names)]
+    mutants = [m for m in all_mutants() if not options.names or any(name in m.name for name in options.names)]
     results: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.Queue[Path] = queue.Queue()
@@ -53,7 +53,7 @@ def main() -> int:
         try:
             print(f"{'mutant':<36} | caught by | time")
             with ThreadPoolExecutor(options.jobs) as pool:
-                list(pool.map(look, chosen))
+                list(pool.map(look, mutants))
         finally:
             for copy in Path(folder).iterdir():
                 git("worktree", "remove", "--force", str(copy))
@@ -73,8 +73,8 @@ def caught_by(mutant: Mutant, copy: Path, options: argparse.Namespace) -> str:
             file.write_text(faulty)
         if options.tests:
             return first_failure(copy, shlex.split(options.tests))
-        found = first_failure(copy, [*mutant.tests, "-n", "0"])
-        return first_failure(copy, []) if found == NOTHING and not options.named_only else found
+        failure = first_failure(copy, [*mutant.tests, "-n", "0"])
+        return first_failure(copy, []) if failure == NOTHING and not options.named_only else failure
     finally:
         file.write_text(source)
 
@@ -88,8 +88,8 @@ def first_failure(copy: Path, arguments: Sequence[str]) -> str:
         return NOTHING
     if run.returncode == NO_TESTS:
         return f"ERROR: no test is chosen by {' '.join(arguments)}"
-    found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", run.stdout, re.MULTILINE)
-    return found[1] if found else f"a crash: {(run.stdout + run.stderr).strip().splitlines()[-1]}"
+    match = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", run.stdout, re.MULTILINE)
+    return match[1] if match else f"a crash: {(run.stdout + run.stderr).strip().splitlines()[-1]}"
 
 
 def environment(copy: Path) -> dict[str, str]:

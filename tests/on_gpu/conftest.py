@@ -137,18 +137,18 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 @pytest.fixture(scope="session")
 def pools(pytestconfig: pytest.Config) -> Iterator[Callable[[str], RankPool]]:
     """Ranks over a backend. Those over another end, since they hold memory of the GPUs."""
-    made: dict[str, RankPool] = {}
+    by_backend: dict[str, RankPool] = {}
 
     def pool(backend: str) -> RankPool:
-        for other in made:
-            if other != backend:
-                made[other].close()
+        for running in by_backend:
+            if running != backend:
+                by_backend[running].close()
         options = pytestconfig.option
-        return made.setdefault(backend, RankPool(options.device, backend, options.share_gpu))
+        return by_backend.setdefault(backend, RankPool(options.device, backend, options.share_gpu))
 
     yield pool
-    for each in made.values():
-        each.close()
+    for ranks in by_backend.values():
+        ranks.close()
 
 
 @pytest.fixture

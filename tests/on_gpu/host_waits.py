@@ -18,14 +18,14 @@ class HostWaits(StepFollower):
 
     Attributes:
         steps: How many steps the run must have: the last is not counted.
-        found: Waits in all counted steps, by file and line.
+        waits: How many there were in all counted steps, by file and line.
     """
 
     steps = SETTLED + COUNTED + 1
 
     def __init__(self, device: torch.device) -> None:
-        self.found: dict[str, int] = {}
-        self._is_cuda, self._done, self._is_counting = device.type == "cuda", 0, False
+        self.waits: dict[str, int] = {}
+        self._is_cuda, self._steps, self._is_counting = device.type == "cuda", 0, False
         self._warnings = warnings.catch_warnings()
 
     def __enter__(self) -> "HostWaits":
@@ -39,8 +39,8 @@ class HostWaits(StepFollower):
         self._warnings.__exit__(None, None, None)
 
     def step(self) -> None:
-        self._done += 1
-        self._count(SETTLED <= self._done < SETTLED + COUNTED)
+        self._steps += 1
+        self._count(SETTLED <= self._steps < SETTLED + COUNTED)
 
     def _count(self, is_counting: bool) -> None:
         if self._is_cuda and is_counting != self._is_counting:
@@ -50,4 +50,4 @@ class HostWaits(StepFollower):
     def _note(self, message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
         if self._is_counting and SAYS in str(message):
             place = f"{Path(filename).name}:{line}"
-            self.found[place] = self.found.get(place, 0) + 1
+            self.waits[place] = self.waits.get(place, 0) + 1

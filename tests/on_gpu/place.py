@@ -113,10 +113,10 @@ class Place:
         Raises:
             AssertionError: its exit code is not 0.
         """
-        done = self.run(log, command, limit_s, **more)
-        errors = [line for line in done.stdout.splitlines() if "error" in line.lower()] or [""]
-        assert done.returncode == 0, f"exit code {done.returncode}: {errors[0].strip()[:200]}; see {log}.txt"
-        return done.stdout
+        answer = self.run(log, command, limit_s, **more)
+        errors = [line for line in answer.stdout.splitlines() if "error" in line.lower()] or [""]
+        assert answer.returncode == 0, f"exit code {answer.returncode}: {errors[0].strip()[:200]}; see {log}.txt"
+        return answer.stdout
 
     def torchrun(self, program: str, *flags: str) -> list[str]:
         """A command of all ranks."""
@@ -132,13 +132,13 @@ class Place:
 
 def by_choice(names: Sequence[str], find: Callable[[str], Any]) -> dict[str, Any]:
     """What `find` answers for each choice, or its error as text: an error of all ranks stops no other choice."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = find(name)
+            answers[name] = find(name)
         except Exception as error:  # the sanitizer's is a plain one
-            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return found
+            answers[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return answers
 
 
 def gist(log: Path) -> str:

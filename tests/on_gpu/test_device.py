@@ -61,7 +61,7 @@ def waits_of(names, size, is_planted=False):
                 strategy.module.register_forward_hook(lambda module, inputs, outputs: outputs.loss.item() and None)
             rank = torch.distributed.get_rank()
             train(strategy, steps_of(case, rank, counter.steps, 2), counter, 1.0)
-        return counter.found
+        return counter.waits
 
     return by_choice(names, places)
 
@@ -72,10 +72,10 @@ def test_waits(place, pools):
     Hand-written choices make none. References may. A wait that is planted must be seen.
     """
     pool = pools(place.backends[0])
-    found = pool.run(place.ranks, waits_of, names_for(place), place.ranks, timeout_s=300)[0]
+    waits = pool.run(place.ranks, waits_of, names_for(place), place.ranks, timeout_s=300)[0]
     planted = pool.run(place.ranks, waits_of, [PLANTED], place.ranks, True)[0][PLANTED]
     bad = []
-    for choice, at in found.items():
+    for choice, at in waits.items():
         count, where = (str(sum(at.values())), ", ".join(at)) if isinstance(at, dict) else (at, "")
         place.rows.append({"choice": choice, f"waits in {COUNTED} steps": count, "where": where})
         if not isinstance(at, dict) or (at and not choice.startswith("pytorch_")):
@@ -120,10 +120,10 @@ def test_sanitizer(place, pools):
     """
     pool, reports = pools(place.backends[0]), {}
     raced = [name for name in names_for(place) if name in (*RACED, *IN_STAGES)]
-    for what, names in (("steps", raced), ("race", ["simple_ddp_async"])):
-        found = pool.run(place.ranks, losses, names, place.ranks, what == "race", timeout_s=400)
+    for part, names in (("steps", raced), ("race", ["simple_ddp_async"])):
+        by_rank = pool.run(place.ranks, losses, names, place.ranks, part == "race", timeout_s=400)
         pool.close()
-        reports[what] = [f"{name}: {loss}" for of in found for name, loss in of.items() if isinstance(loss, str)]
+        reports[part] = [f"{name}: {loss}" for row in by_rank for name, loss in row.items() if isinstance(loss, str)]
     place.says("no race reported but the one that was planted", reports["steps"])
     if not place.has_gpus:
         pytest.skip("it needs a GPU (every choice ran)")

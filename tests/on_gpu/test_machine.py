@@ -24,7 +24,7 @@ def test_environment(place):
     """Versions, devices and the variables that matter, in `environment.json`."""
     count = min(place.ranks, torch.cuda.device_count()) if place.has_gpus else 0
     devices = [torch.cuda.get_device_properties(index) for index in range(count)]
-    found = {
+    machine = {
         "revision": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD").strip(),
         **package_versions(),
         "cuda": torch.version.cuda,
@@ -37,15 +37,15 @@ def test_environment(place):
         ],
         "variables": {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
     }
-    (place.folder / "environment.json").write_text(json.dumps(found, indent=1))
-    place.measures, place.rows = True, [{"what": name, "is": str(value)} for name, value in found.items() if value]
+    (place.folder / "environment.json").write_text(json.dumps(machine, indent=1))
+    place.measures, place.rows = True, [{"what": name, "is": str(value)} for name, value in machine.items() if value]
     if not devices:
-        place.says(f"no GPU: {place.ranks} ranks on {found['cpu']}, torch {torch.__version__}")
+        place.says(f"no GPU: {place.ranks} ranks on {machine['cpu']}, torch {torch.__version__}")
         return
     names = sorted({device.name for device in devices})
     memory = min(device.total_memory for device in devices) / 2**30
-    what = f"{len(devices)} x {', '.join(names)} of {memory:.0f} GiB, driver {found['driver'] or 'unknown'}"
-    place.says(f"{what}, torch {torch.__version__}", ["GPUs of several kinds"] * (len(names) > 1))
+    summary = f"{len(devices)} x {', '.join(names)} of {memory:.0f} GiB, driver {machine['driver'] or 'unknown'}"
+    place.says(f"{summary}, torch {torch.__version__}", ["GPUs of several kinds"] * (len(names) > 1))
 
 
 def test_topology(place):

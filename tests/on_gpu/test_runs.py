@@ -33,10 +33,10 @@ def test_faults(commands):
             log = folder / "stderr.txt"
             log.write_text(outcome.output)
             place.logs += [log] * bool(problems)
-            said = "; ".join(problems) or (outcome.errors[0] if outcome.errors else "")
-            ended = {"ended after": f"{outcome.seconds:.1f} s", "said": said[:200]}
+            message = "; ".join(problems) or (outcome.errors[0] if outcome.errors else "")
+            ended = {"ended after": f"{outcome.seconds:.1f} s", "said": message[:200]}
             place.rows.append({"fault": scenario.name, "choice": choice, **ended})
-            bad += [f"{scenario.name}, {choice}: {said}"] * bool(problems)
+            bad += [f"{scenario.name}, {choice}: {message}"] * bool(problems)
     place.says(f"{len(planted)} planted faults ended in time and named", bad)
 
 
@@ -60,8 +60,8 @@ def test_resume(commands):
         for name, part in parts.items():
             log, rings = f"resume {choice} {name}", {"NCCL_ALGO": "Ring"}
             place.run_well(log, [*run, *part], limit_s=300, environment=rings)
-        whole, resumed = (place.newest_record(folder / name)["train_loss"] for name in ("whole", "second"))
-        losses = f"{whole[-1]!r}, {resumed[-1]!r}"
+        straight, resumed = (place.newest_record(folder / name)["train_loss"] for name in ("whole", "second"))
+        losses = f"{straight[-1]!r}, {resumed[-1]!r}"
         place.rows.append({"choice": choice, "last losses": losses})
-        bad += [f"{choice}: {losses}"] * (whole != resumed)
+        bad += [f"{choice}: {losses}"] * (straight != resumed)
     place.says("a resumed run goes on bit by bit", bad)

@@ -50,24 +50,24 @@ def test_originals(commands):
 
     Slower is one whose ratio lies above `SLOWER` in three rounds of four. Less can be noise.
     """
-    place, said, slow = commands, [], []
+    place, lines, slow = commands, [], []
     place.measures = not place.has_gpus or place.shares_gpu
     for backend in place.backends:
-        for own, original in PAIRS.items():
-            path = place.folder / f"{own} {backend}.csv"
-            flags = ["--backend", backend, "--choices", f"{own},{original},local", "--against", original]
+        for choice, original in PAIRS.items():
+            path = place.folder / f"{choice} {backend}.csv"
+            flags = ["--backend", backend, "--choices", f"{choice},{original},local", "--against", original]
             flags += ["--rounds", "3" if place.is_quick else "15", "--csv", str(path), *place.global_batch]
             flags += SMALL if place.is_quick else ["--workload", "sample"]
             command = place.torchrun("-m ddp_lab bench strategies", *flags)
-            place.run_well(f"{own} {backend}", command, limit_s=300)
-            row = next(row for row in rows_of(path) if row["choice"] == own)
-            names = {"choice": own, "original": original, "backend": backend, "step, ms": shown(row["step_ms_median"])}
+            place.run_well(f"{choice} {backend}", command, limit_s=300)
+            row = next(row for row in rows_of(path) if row["choice"] == choice)
+            ids = {"choice": choice, "original": original, "backend": backend, "step, ms": shown(row["step_ms_median"])}
             columns = {"ratio": "median", "lower quartile": "p25", "upper quartile": "p75"}
             ratios = {name: f"{float(row[f'ratio_{column}']):.3f}" for name, column in columns.items()}
-            place.rows.append(names | ratios)
-            said.append(f"{own} takes {ratios['ratio']} of {original} on {backend}")
-            slow += [f"{own} on {backend} is slower"] * (float(row["ratio_p25"]) > SLOWER)
-    place.says("; ".join(said), [] if place.measures else slow)
+            place.rows.append(ids | ratios)
+            lines.append(f"{choice} takes {ratios['ratio']} of {original} on {backend}")
+            slow += [f"{choice} on {backend} is slower"] * (float(row["ratio_p25"]) > SLOWER)
+    place.says("; ".join(lines), [] if place.measures else slow)
 
 
 def test_sweep(commands):
@@ -89,18 +89,18 @@ def test_sweep_bf16(commands):
 def sweeps(place, name, flags, families):
     """Sweeps with these flags: all choices run, and traffic and memory are what each one announced."""
     folder, bad = place.folder / f"sweep {name}", []
-    wanted = {"bytes"} if place.has_gpus and place.ranks == 1 else {"bytes", "calls/step"}
+    units = {"bytes"} if place.has_gpus and place.ranks == 1 else {"bytes", "calls/step"}
     for family in families:
         command = ["-m", "ddp_lab", "sweep", family, str(place.ranks), "--passes", "1"]
         command += ["--output-dir", str(folder), *flags, *place.sharing, *place.global_batch, "--link", "none"]
         limit_s = 600 + 300 * place.ranks  # the traces of all ranks are read, one after the other
-        done = place.run(f"sweep {name} {family}", command, limit_s)
-        if done.returncode != 0:
-            bad.append(f"{family}: exit code {done.returncode}; see sweep {name} {family}.txt")
+        answer = place.run(f"sweep {name} {family}", command, limit_s)
+        if answer.returncode != 0:
+            bad.append(f"{family}: exit code {answer.returncode}; see sweep {name} {family}.txt")
         reports = folder / REPORTS[family]
         for row in rows_of(reports / "compare.csv"):
             checks = rows_of(reports / row["choice"] / "audit.csv") if row["audit_failures"] else []
-            problem = problem_of(checks, wanted)
+            problem = problem_of(checks, units)
             passed = f"{sum(check['result'] == 'pass' for check in checks)} of {len(checks)} pass"
             figures = {"step, ms": shown(row["step_time_ms_median"]), "peak, MiB": shown(row["peak_bytes"], 2**20)}
             place.rows.append({"choice": row["choice"], **figures, "audit": problem or passed})
@@ -109,17 +109,17 @@ def sweeps(place, name, flags, families):
     place.says(f"{len(place.rows)} runs, as they announced", bad)
 
 
-def problem_of(checks, wanted):
+def problem_of(checks, units):
     """What is wrong with a run by its `audit.csv`; empty if nothing is.
 
     Args:
-        wanted: Units of checks that must be there and pass: bytes held, and calls if the ranks send anything.
+        units: Of checks that must be there and pass: bytes held, and calls if the ranks send anything.
     """
     wrong = [check for check in checks if check["result"] == "fail"]
     if wrong:
         first = wrong[0]
         where = f" on rank {first['rank']}" if first["rank"] else ""
-        what = f"{first['subject']}{where} {first['measured']} instead of {first['expected']}"
-        return f"{len(wrong)} of {len(checks)} checks fail (audit.csv), the first: {what}"
-    lacking = wanted - {check["unit"] for check in checks if check["result"] == "pass"}
+        figures = f"{first['subject']}{where} {first['measured']} instead of {first['expected']}"
+        return f"{len(wrong)} of {len(checks)} checks fail (audit.csv), the first: {figures}"
+    lacking = units - {check["unit"] for check in checks if check["result"] == "pass"}
     return f"nothing was checked in {' and '.join(sorted(lacking))}" if lacking else ""

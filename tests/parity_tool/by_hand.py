@@ -95,11 +95,11 @@ def train(
                 labels[:, -1] = -100
         elif not cut:
             words, labels = (tensor.chunk(ranks)[rank] for tensor in (words, labels))
-        for some, theirs in zip(words.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+        for inputs, targets in zip(words.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
             if fault == "zero between":
                 optimizer.zero_grad()
-            scores = model(some, position_ids=torch.arange(start, start + some.shape[1]))
-            loss = cross_entropy(scores.flatten(0, 1), theirs.flatten()) / micro_batches
+            scores = model(inputs, position_ids=torch.arange(start, start + inputs.shape[1]))
+            loss = cross_entropy(scores.flatten(0, 1), targets.flatten()) / micro_batches
             (loss * scale / (1 if cut == "tp" else ranks)).backward()
             if fault == "average":
                 model.average.lerp_(model.head.weight.detach(), 0.1)

@@ -110,7 +110,7 @@ class Loop:
             parameters = parameters[self.rank :: self.ranks] if self.sends else parameters
             self.optimizer = kinds[optimizer.removesuffix(" by hand")](parameters, **numbers)
         torch.manual_seed(7 if fault == "equal seeds" else 7 + self.rank)
-        self.kept: list[Tensor] = []
+        self.delayed: list[Tensor] = []
 
     def groups(self) -> list[Any]:
         return list(self.model.parameters())
@@ -146,13 +146,13 @@ class Loop:
         counted = [self.labels_of(part) for part in labels.chunk(self.micro_batches)]
         total = torch.tensor(float(sum(counted)))
         dist.all_reduce(total)
-        for number, (some, theirs) in enumerate(
+        for number, (inputs, targets) in enumerate(
             zip(words.chunk(self.micro_batches), labels.chunk(self.micro_batches), strict=True)
         ):
             is_last = number == self.micro_batches - 1
             with self.synchronizing(is_last), self.precision():
                 model = self.net if self.fault == "bare module" else self.model
-                loss = cross_entropy(model(some).flatten(0, 1).float(), theirs.flatten())
+                loss = cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
                 self.scaled(loss, counted[number], float(total)).backward()
             if self.fault == "zero between" and not is_last:
                 self.optimizer.zero_grad()
@@ -187,8 +187,8 @@ class Loop:
             words, labels = data(step + 100, self.padded)
         if self.fault == "drops last":
             order = order[:-2]
-        mine = order.chunk(self.ranks)[self.rank]
-        return words[mine], labels[mine]
+        indices = order.chunk(self.ranks)[self.rank]
+        return words[indices], labels[indices]
 
     def labels_of(self, labels: Tensor) -> int:
         return int((labels != -100).sum())
@@ -216,8 +216,8 @@ class Loop:
             yield
 
     def precision(self):
-        other = self.fault == "autocast"
-        return torch.autocast("cpu", torch.bfloat16) if self.autocast != other else nullcontext()
+        flips = self.fault == "autocast"
+        return torch.autocast("cpu", torch.bfloat16) if self.autocast != flips else nullcontext()
 
     def reduce(self):
         """What the wrapper does not."""
@@ -247,8 +247,8 @@ class Loop:
     def clip_by_hand(self):
         """By the norm of what all ranks hold; with faults, of what a rank holds, or of every other gradient."""
         gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in self.model.parameters()]
-        some = gradients[self.rank :: 2] if self.fault == "norm of some" else gradients
-        square = torch.stack([gradient.square().sum() for gradient in some]).sum()
+        normed = gradients[self.rank :: 2] if self.fault == "norm of some" else gradients
+        square = torch.stack([gradient.square().sum() for gradient in normed]).sum()
         if self.wrapper == "fsdp" and not self.fault:
             dist.all_reduce(square)
         for gradient in gradients:
@@ -256,9 +256,9 @@ class Loop:
 
     def one_step_late(self):
         now = [parameter.grad.clone() for parameter in self.model.parameters()]  # type: ignore[union-attr]
-        for parameter, before in zip(self.model.parameters(), self.kept or now, strict=True):
+        for parameter, before in zip(self.model.parameters(), self.delayed or now, strict=True):
             parameter.grad.copy_(before)  # type: ignore[union-attr]
-        self.kept = now
+        self.delayed = now
 
 
 class Checkpointed(nn.Module):

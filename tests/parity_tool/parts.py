@@ -62,7 +62,7 @@ class Term(Part):
         dist.all_reduce(count)
         dist.all_reduce(rows)
         mean = scores.sum(0) / (rows if self.fault else len(x))
-        mixed = sum((scores * took)[:, i : i + 1] * one(hidden) for i, one in enumerate((self.last, self.second)))
+        mixed = sum((scores * took)[:, i : i + 1] * expert(hidden) for i, expert in enumerate((self.last, self.second)))
         return mixed, 2 * (count.float() / rows * mean).sum()
 
     def loss(self, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def clip(model: Part, most: float):
         parameter.grad *= most / norm.sqrt()  # type: ignore[operator]
 
 
-PARTS: dict[str, type[Part]] = {one.__name__.lower(): one for one in (Towers, Term, Statistics, Fused, Adapter, Stages)}
+PARTS: dict[str, type[Part]] = {cls.__name__.lower(): cls for cls in (Towers, Term, Statistics, Fused, Adapter, Stages)}
 
 
 def train(folder: Path, of: str, fault: str = "", clips: float = 0.0, rounding: bool = False, **_):

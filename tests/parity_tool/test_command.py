@@ -64,7 +64,7 @@ def test_what_a_failed_run_names_is_there(tmp_path):
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     named = re.findall(rf"{tmp_path}/\S+(?:json|log)", answer.stderr)
     assert answer.returncode == 2, answer.stderr
-    assert len(named) == 2 and all(Path(each).is_file() for each in named)
+    assert len(named) == 2 and all(Path(path).is_file() for path in named)
 
 
 class Pooled(torch.nn.Module):
@@ -76,7 +76,7 @@ class Pooled(torch.nn.Module):
 
     def forward(self, words, attention_mask):
         weights = self.scores(attention_mask.float().log())[..., None]
-        return torch.cat([self.head(some[None]) for some in (self.embed(words) * weights).sum(1)])
+        return torch.cat([self.head(sample[None]) for sample in (self.embed(words) * weights).sum(1)])
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
@@ -85,9 +85,9 @@ def test_padding_by_micro_batch_is_told(is_masked, tmp_path):
     for run, size in (("a", 4), ("b", 2)):
         torch.manual_seed(0)
         recorder = watch(model := Pooled(), tmp_path / run, steps=1)
-        for some in words.split(size):
-            some = some[:, : int((some > 0).sum(1).max())]
-            model(some, attention_mask=(some > 0) | (not is_masked)).square().sum().backward()
+        for batch in words.split(size):
+            batch = batch[:, : int((batch > 0).sum(1).max())]
+            model(batch, attention_mask=(batch > 0) | (not is_masked)).square().sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         recorder.close()
     answer = Answer.of(compare(read(tmp_path / "a"), read(tmp_path / "b")), False, [])

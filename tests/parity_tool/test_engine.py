@@ -45,15 +45,15 @@ def by_engine(folder: Path, stage: int, micro_batches: int, fault: str = ""):
     }
     with redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
-            model=net, optimizer=torch.optim.AdamW([{"params": one} for one in groups], lr=rate), config=settings
+            model=net, optimizer=torch.optim.AdamW([{"params": group} for group in groups], lr=rate), config=settings
         )
     recorder = watch(engine, folder, steps=STEPS)
     for step in range(STEPS):
-        words, labels = (one.chunk(2)[0 if fault == "other's data" else rank] for one in data(step))
+        words, labels = (tensor.chunk(2)[0 if fault == "other's data" else rank] for tensor in data(step))
         parts = list(zip(words.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
-        for number, (some, theirs) in enumerate(parts):
+        for number, (inputs, targets) in enumerate(parts):
             engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
-            loss = cross_entropy(engine(some).flatten(0, 1), theirs.flatten())
+            loss = cross_entropy(engine(inputs).flatten(0, 1), targets.flatten())
             engine.backward(loss if fault.endswith("not divided") else loss / micro_batches)
             engine.step()
     recorder.close()

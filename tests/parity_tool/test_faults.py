@@ -47,34 +47,34 @@ def folder_of(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Fold
     """Where run A and the yardstick are, which rows of equal settings share."""
 
     @cache
-    def made(size: int, settings: str) -> Path:
+    def recorded_runs(size: int, settings: str) -> Path:
         folder = tmp_path_factory.mktemp("runs")
         ranks.run(size, run_both, folder, json.loads(settings))
         return folder
 
-    return lambda size, settings: made(size, json.dumps(settings, sort_keys=True))
+    return lambda size, settings: recorded_runs(size, json.dumps(settings, sort_keys=True))
 
 
 def recorded(ranks: RankPool, folder_of: FolderOf, folder: Path, row: dict[str, Any], **of_b) -> list[Any]:
-    both = row.get("both", {})
-    known = folder_of(2, both | {"wrapper": "ddp"}) if "counts" in both else folder_of(1, both)
-    ranks.run(row.get("ranks", 2), run_one, folder, of_b | both | row.get("run", {}))
-    return [read(run) for run in (known / "a", folder, known / "c")]
+    shared = row.get("both", {})
+    baseline = folder_of(2, shared | {"wrapper": "ddp"}) if "counts" in shared else folder_of(1, shared)
+    ranks.run(row.get("ranks", 2), run_one, folder, of_b | shared | row.get("run", {}))
+    return [read(run) for run in (baseline / "a", folder, baseline / "c")]
 
 
 @pytest.mark.parametrize("name", by_default(RUNS["faults"], *RUNS["faults"].keys() - AS_ANOTHER))
 def test_a_fault_is_named(name, ranks: RankPool, folder_of, tmp_path):
     row = RUNS["faults"][name]
-    made = compare(*recorded(ranks, folder_of, tmp_path, row, wrapper="ddp", fault=name))
-    cause = cause_of(made)
-    assert cause is not None, made.first
+    comparison = compare(*recorded(ranks, folder_of, tmp_path, row, wrapper="ddp", fault=name))
+    cause = cause_of(comparison)
+    assert cause is not None, comparison.first
     for word in row["said"]:
-        assert word in f"{cause.says}. {cause.usually}", (cause, made.first)
+        assert word in f"{cause.says}. {cause.usually}", (cause, comparison.first)
 
 
 @pytest.mark.parametrize("name", by_default(RUNS["healthy"], *HEALTHY))
 def test_right_runs_agree(name, ranks: RankPool, folder_of, tmp_path):
     a, b, yardstick = recorded(ranks, folder_of, tmp_path, RUNS["healthy"][name])
-    for known in (yardstick, None):
-        answer = Answer.of(compare(a, b, known), known is not None, [])
+    for reference in (yardstick, None):
+        answer = Answer.of(compare(a, b, reference), reference is not None, [])
         assert not answer.differs, answer.lines

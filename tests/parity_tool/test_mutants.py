@@ -52,7 +52,7 @@ COMMANDS = RUNS["commands"]
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUNS["mutants"])
 def test_is_found(name, tmp_path):
-    mutant = next(one for one in all_mutants() if one.name == name)
+    mutant = next(patch for patch in all_mutants() if patch.name == name)
     for room in ROOMS:
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "own.py").write_text(OWN)

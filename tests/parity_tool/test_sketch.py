@@ -25,15 +25,15 @@ shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 @settings(max_examples=30)
 @given(shapes, st.integers(0, 2), st.integers(1, 6), st.integers(0, 1000))
 def test_blocks_add_up_to_the_whole(shape, dimension, cut, seed):
-    whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     dimension = min(dimension, len(shape) - 1)
-    total, offset = torch.zeros_like(of_tensor(whole)), 0
-    for block in whole.split(cut, dim=dimension):
+    total, offset = torch.zeros_like(of_tensor(tensor)), 0
+    for block in tensor.split(cut, dim=dimension):
         offsets = [0] * len(shape)
         offsets[dimension] = offset
         total += of_block(block, offsets, shape)
         offset += block.shape[dimension]
-    torch.testing.assert_close(total, of_tensor(whole), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(total, of_tensor(tensor), rtol=1e-10, atol=1e-10)
 
 
 def test_a_sketch_is_linear_and_knows_the_norm():
@@ -80,7 +80,7 @@ def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask):
     """Of two ranks that cut three tokens and one that fills them up: the early and the late one, and those between."""
     layout, counted = Layout(2, zigzag=True), []
     for rank in (0, 1):
-        batches = MicroBatches(False, lambda whole, rank=rank: layout.part(functional.pad(whole, (0, 1)), rank))  # type: ignore[misc]
+        batches = MicroBatches(False, lambda tokens, rank=rank: layout.part(functional.pad(tokens, (0, 1)), rank))  # type: ignore[misc]
         batches.begin((), {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([mask, [1, 1, 1]])})
         rows, _, elements = rows_of(torch.ones(2, 2, 5), batches.at(0))
         assert rows.sum(1).tolist() == elements
@@ -106,6 +106,6 @@ def test_what_is_rounding_on_all_ranks_says_nothing_about_a_reduction():
         Quantity(0, GRADIENT, name, 0, {(0, 0): 1.0}, {}, {}, limit=0.1, spread=of, is_small=name == "bias")
         for name, of in spread.items()
     ]
-    made = Comparison(SimpleNamespace(), SimpleNamespace(), gradients)
-    assert not some_ranks_agree(Look(made, 0))
+    comparison = Comparison(SimpleNamespace(), SimpleNamespace(), gradients)
+    assert not some_ranks_agree(Look(comparison, 0))
     assert least_agreement(gradients) is gradients[0]
