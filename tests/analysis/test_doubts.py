@@ -1,4 +1,4 @@
-"""What is wrong with a trace is said with what it does to the figures; no figure changes without a word."""
+"""What is wrong with a trace is reported with its effect on the figures; no figure changes silently."""
 
 import json
 import random
@@ -127,7 +127,7 @@ def test_it_is_on_the_page_and_in_the_terminal(tmp_path, capsys):
 
 
 def test_a_device_whose_clock_is_behind_is_set(tmp_path):
-    """By 400 us; set by 350, since kernels begin 50 us after their launch."""
+    """It is 400 us behind. It is set right by 350, after which kernels begin at their launch and not 50 us later."""
     unchanged = figures(written(tmp_path / "whole", "cuda", lambda trace: None))[0]
     set_right = figures(written(tmp_path / "behind", "cuda", OF_DEVICE["a device's clock"][0]))[0]
     early = figures(written(tmp_path / "early", "cuda", lambda t: shifted(of(t, "gemm", "add", "nccl"), -50)))[0]
@@ -154,7 +154,7 @@ def figures(folder):
 
 
 def mutated(kind, seed):
-    """A change of one event, or of all of a name, to what cannot be."""
+    """A change of one event, or of all with its name, to a value that cannot be."""
 
     def change(trace):
         chance = random.Random(seed)

@@ -48,7 +48,7 @@ def test_messages_between_stages_are_no_difference():
 
 
 def test_groups_of_different_ranks_with_one_name_are_different():
-    """As each rank counts the groups that it makes itself."""
+    """Each rank numbers the groups that it makes itself."""
     dumps = [
         torch_dump(rank, "3", ranks, [(kind, 8)]) for rank, ranks, kind in ((0, "[0, 1]", "a"), (2, "[2, 3]", "b"))
     ]

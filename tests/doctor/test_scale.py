@@ -13,7 +13,7 @@ FAILED = "exitcode: 1 (pid: {rank})"
 
 
 def lines_run(part, log, ranks, is_one_file):
-    """Lines of this part of the doctor that are run for a log of so many ranks, each iteration of a loop counted."""
+    """How many lines of `part` of the doctor run for a log of `ranks` ranks; each iteration of a loop counts."""
     logs = [log.format(rank=1000 + rank) for rank in range(ranks)]
     logs, count = ["\n".join(logs)] if is_one_file else logs, 0
 

@@ -105,7 +105,7 @@ def extra_in_model(strategy: Any):
 
 
 def spoiled_collective(change: Callable[[Any], list[Any]]) -> Callable[[Any], None]:
-    """A fault of the next collective of gradients or parameters: others, of what `change` returns, come before it."""
+    """Before the next collective of gradients or parameters comes another one, of each tensor from `change`."""
 
     def plant(strategy: Any):
         import torch.distributed as dist

@@ -119,7 +119,7 @@ OF_OURS = tuple(
         *(scenario for scenario in SCENARIOS if scenario.fault in ("crash:at=forward", "SIGHUP:at=forward")),
     )
 )
-"""A rank ends without its error file. `torchrun` blames it, and another rank has said why."""
+"""A rank ends without an error file: `torchrun` would blame it, though another rank has said why."""
 
 SMALL_LM = ("--workload", "sample-lm", "--sequence-length", "16", "--no-profile")
 ON_MESH = tuple(

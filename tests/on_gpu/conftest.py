@@ -136,7 +136,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 @pytest.fixture(scope="session")
 def pools(pytestconfig: pytest.Config) -> Iterator[Callable[[str], RankPool]]:
-    """Ranks over a backend. Those over another end, since they hold memory of the GPUs."""
+    """Ranks over a backend. Ranks over another backend end before, since they hold memory of the GPUs."""
     by_backend: dict[str, RankPool] = {}
 
     def pool(backend: str) -> RankPool:

@@ -89,8 +89,8 @@ def test_waits(place, pools):
 def losses(names, size, is_racing=False):
     """By choice: the loss after a few steps under torch's CUDA sanitizer, or its report.
 
-    With a race no stream waits for a batch to arrive. So that nothing breaks, the host does, by a call that orders no
-    streams for a tool that watches.
+    With a race no stream waits for a batch to arrive. The host waits instead, so that nothing breaks, by a call that
+    for the sanitizer orders no streams.
     """
     if models.DEVICE.type == "cuda":
         from torch.cuda._sanitizer import enable_cuda_sanitizer

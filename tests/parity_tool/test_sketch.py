@@ -57,7 +57,7 @@ def test_fingerprints_tell_samples_apart_and_forgive_filling():
 
 @pytest.mark.parametrize("shape", [(8, 16, 3), (16, 8, 3), (128, 8), (128, 3), (16, 8)])
 def test_rows_are_those_of_samples(shape):
-    """8 samples of 16 tokens: along either dimension, or all tokens in one, beside as many features as samples."""
+    """8 samples of 16 tokens: samples or tokens first, or both in one dimension, also with 8 or 16 features."""
     batches = MicroBatches(in_pipeline=False)
     batches.begin([torch.arange(128).view(8, 16)], {})
     tensor = torch.arange(prod(shape)).view(shape).float()
@@ -77,7 +77,7 @@ def test_rows_of_positions_are_no_samples(length):
 
 @pytest.mark.parametrize("mask", [[1, 1, 1], [1, 1, 0]])
 def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask):
-    """Of two ranks that cut three tokens and one that fills them up: the early and the late one, and those between."""
+    """Two ranks share three tokens and one of padding: one has the first and the last, the other the two between."""
     layout, counted = Layout(2, zigzag=True), []
     for rank in (0, 1):
         batches = MicroBatches(False, lambda tokens, rank=rank: layout.part(functional.pad(tokens, (0, 1)), rank))  # type: ignore[misc]

@@ -92,7 +92,7 @@ def test_meshes_that_do_not_fit_are_left_out_with_the_reason():
 
 @pytest.mark.parametrize("gpus", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it(gpus):
-    """Its step takes at least so long, and is not the fastest."""
+    """Its step takes at least as long as its bound, and is not the fastest."""
     few = replace(case(f"{gpus}xL4", batch=gpus, grad_accum_steps=1), sequence_length=2048)
     root = replace(few, model=models.from_sizes(256, 1024, 2, 2, 2, 50))
     space = Space([filled(point) for point in on_all_meshes(root, PLAIN)[0]], ("zero1",), any_mesh=True)
@@ -107,7 +107,7 @@ def test_what_is_said_of_a_pipeline_that_is_not_simulated_holds_for_it(gpus):
 
 @each_row(("layers", "left_out"), [(4, ""), (8, "simple_ddp@dp4: "), (40, "simple_ddp@dp4: ")])
 def test_what_cannot_fit_is_left_out(layers, left_out):
-    """Layers of 0.2 billion parameters. Of 40 nothing fits, and the leanest are kept."""
+    """Layers of 0.2 billion parameters. With 40 layers nothing fits, and the leanest choice is kept."""
     few = replace(case("4xL4", batch=64), model=models.from_sizes(4096, 11008, layers, 1, 1, 50))
     space = Space(on_all_meshes(few, PLAIN)[0][:1], ("simple_ddp", "zero3"), any_mesh=True)
     search = Search(space)
@@ -117,7 +117,7 @@ def test_what_cannot_fit_is_left_out(layers, left_out):
 
 @each_row(("choice", "micro_batches"), [("zero1", 4), ("simple_ddp", 1)])
 def test_pipelines_are_left_out_where_less_than_their_bound_can_be_used(choice, micro_batches):
-    """The bound, from what a mesh without them took, is not above what they hold."""
+    """The bound follows from the plan of a mesh without pipelines, and is not above what a pipeline holds."""
     few = replace(case(batch=16, grad_accum_steps=micro_batches, precision="bf16"), sequence_length=1024)
     few = replace(few, model=replace(models.from_sizes(512, 1024, 2, 1, 1, 2000), task="causal-lm"))
     space = Space(on_all_meshes(few, PLAIN)[0], (choice,), any_mesh=True)
@@ -142,7 +142,7 @@ def test_zero1_moves_gradients_of_a_pipeline_into_buckets_as_they_come():
 
 
 def test_plan_of_all_meshes(tmp_path):
-    """Larger parts of the model are on each rank of dp=4 than of tp=4, and the table and the reasons name meshes."""
+    """A rank of dp=4 holds more of the model than one of dp=2,tp=2. The table and the reasons name meshes."""
     files = ["--csv", str(tmp_path / "plan.csv"), "--jobs", "1"]
     flags = ["--heads", "2", "--choices", "zero1,pytorch_tp", "--mesh", "auto", "--sequence-parallel"]
     answer = run_in_process(script, *TINY, "--gpus", "4xL4", "--link", "pcie4", *flags, *files)

@@ -103,7 +103,7 @@ def test_flops_by_formula_are_those_of_a_run(type, task, kv_heads):
     ],
 )
 def test_of_experts_those_count_that_a_token_gets(type, experts, alike):
-    """Two of eight as wide as one of twice the width, and the router."""
+    """Two experts of eight cost what a dense layer of twice their width does, and the router comes on top."""
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     shape["vocab_size"] = 200
     mixture = Model("m", type, {**shape, **experts, "num_experts_per_tok": 2}, task="causal-lm")
@@ -114,7 +114,7 @@ def test_of_experts_those_count_that_a_token_gets(type, experts, alike):
 
 
 def test_interval():
-    """Of collectives 0.3; communication is in flight for 60 of 100 ms, and compute for 80."""
+    """Collectives have an error of 0.3; communication is in flight for 60 of 100 ms, and compute for 80."""
     for compute_error, half in ((0.3, 30), (0.2, 20 + 0.1 * 60), (0.4, 30 + 0.1 * 80)):
         low, high = interval(simulation(100, 20, 1), Costs(mock.Mock(), mock.Mock(), 1.0, compute_error))
         assert (low * 1e3, high * 1e3) == (pytest.approx(100 - half), pytest.approx(100 + half))
@@ -246,7 +246,7 @@ def test_a_mixture_over_ranks_from_beginning_to_end(tmp_path):
 
 
 def test_an_own_workload_and_adapters(tmp_path):
-    """Of which one device needs one choice; adapters have a hundredth of the gradients."""
+    """On one device there is one choice; adapters have a hundredth of the gradients."""
     answer = planned("--workload", f"{ROOT}/examples/workload.py:build", "--gpus", "1xH100", "--jobs", "1")
     assert answer.returncode == 0, answer.stderr
     assert "Take bucket_ddp_async: " in answer.stdout and "workload.py:build --global-batch-size 8" in answer.stdout

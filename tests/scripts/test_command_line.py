@@ -43,7 +43,7 @@ def command(*arguments, under=None, limit_s=TIMEOUT_S):
 
 
 def problems(errors):
-    """What stands on standard error beside how far the reading is."""
+    """Lines of standard error that are not about progress."""
     return [line for line in errors.splitlines() if not line.startswith("reading traces of ")]
 
 

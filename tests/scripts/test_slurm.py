@@ -73,7 +73,7 @@ esac
 @pytest.mark.parametrize(("how", "is_requeued"), [("stopped", True), ("completed", False)])
 @pytest.mark.parametrize("of_array", [False, True])
 def test_a_job_that_was_stopped_requeues_itself_alone(tmp_path, how, is_requeued, of_array):
-    """The last task of an array has the array's number as its own, which to `scontrol` is all of them."""
+    """The job number of an array's last task is that of the array, by which `scontrol` means all its tasks."""
     for name in ("scontrol", "scancel", "srun"):
         (tmp_path / name).write_text(SLURM)
         (tmp_path / name).chmod(0o755)

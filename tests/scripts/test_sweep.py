@@ -103,7 +103,7 @@ def stopped_in(last):
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_sweep_goes_on_wherever_it_was_stopped(sweep, last):
-    """In its first choice, too; and from nothing that a sweep before it has finished. A whole one is reported on."""
+    """Also in its first choice; what an earlier sweep finished does not count. A finished one trains nothing."""
     sweep.run(train=stopped_in(CHOICES[3]))
     answer = sweep.run(train=stopped_in(CHOICES[last]))
     assert answer.returncode == 130 and "the same command with --resume continues" in answer.stderr
@@ -115,7 +115,7 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep, last):
 
 
 def test_passes_go_on_in_their_middle(sweep):
-    """Each later one has an order of its own, the same again, and does without what is done once."""
+    """Each later pass has an order of its own, which stays when the sweep resumes, and leaves out what is done once."""
     flags = ["--passes", "3", "--checkpoint-every", "2", "--generate=3", "--lr", "0.1"]
     trained = []
 

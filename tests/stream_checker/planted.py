@@ -1,4 +1,4 @@
-"""Races planted by replacing one function each. All of them pass every test over Gloo that looks at results by luck."""
+"""Races, each planted by replacing one function. By luck, all pass every test over Gloo that looks at results."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class Planted:
 
     Attributes:
         holder, name, function: `function` replaces the attribute `name` of `holder`.
-        more: For `checked`.
+        more: Further arguments of `checked`.
         says: Must be in the text of a race.
     """
 

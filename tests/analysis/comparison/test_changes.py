@@ -14,8 +14,8 @@ OLD, NEW = "20261121-090000-aaaa", "20261121-100000-bbbb"
 
 
 def traced(ms, calls, exposed=0.2):
-    """Of two ranks, which take so long for each profiled step (one 1 ms less, the other 1 ms more), part of it
-    exposed; and make so many all-reduces of 100 bytes."""
+    """Figures of two ranks. Rank 0 takes 1 ms less than `ms` for each profiled step, rank 1 takes 1 ms more; the part
+    `exposed` of a step is exposed transfer. A step has `calls` all-reduces of 100 bytes."""
     rows = [
         {"rank": rank, "step": step, "step_ms": length + 2 * rank - 1, "exposed_transfer_ms": exposed * length}
         for step, length in enumerate(ms)
@@ -55,7 +55,7 @@ def test_step_times_a_fifth_longer():
 
 
 def test_more_runs_tell_more():
-    """A tenth more is not known of one run a side, and is of three; unless they, or earlier ones, differ by as much."""
+    """With one run a side a tenth more proves nothing; with three it does, unless runs of a side differ by as much."""
     times, earlier = ([0.1, 0.101, 0.099], [0.11, 0.111, 0.109]), [timed("a", 0.1), timed("a", 0.12), timed("a", 0.14)]
     old, new = ([Run(timed("a", seconds), None) for seconds in side] for side in times)
     for baselines, runs, history, result in (
@@ -81,7 +81,7 @@ def test_what_does_not_differ_and_what_cannot_be_known():
 
 
 def test_parts_of_a_step_are_tested_by_run_and_calls_are_counted():
-    """18 profiled steps around 10 ms become 2 ms longer, of which as before a fifth is exposed: 2 to 2.4 ms."""
+    """18 profiled steps of about 10 ms become 2 ms longer. A fifth of each is exposed: first 2 ms, then 2.4 ms."""
     lengths = (10 * RHYTHM[:18]).tolist()
     old, new = (
         [Run(timed("a", 0.1), traced([length + more for length in lengths], calls)) for more in side]
@@ -105,7 +105,7 @@ def test_parts_of_a_step_are_tested_by_run_and_calls_are_counted():
 
 
 def run_in(folder, run_id, content, calls=1):
-    """A run of `cpu_trace` as training leaves it; of `calls`, one is the trace's own and one more may be planted."""
+    """A run of `cpu_trace` as training leaves it. Of its `calls` all-reduces a step, all but the first are planted."""
 
     def trace(rank):
         plain = cpu_trace(rank)

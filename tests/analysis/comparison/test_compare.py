@@ -42,8 +42,8 @@ def body_of(text):
 
 
 def test_runs_are_held_against_the_reference():
-    """40 steps of exactly 2, 1.1 and 0.5 times the reference's. A run a side has 4 % to expect: with t of four degrees
-    of freedom, 2.776, an interval reaches 15.7 % of logarithms."""
+    """40 steps of exactly 2, 1.1 and 0.5 times the reference's. With one run a side, a spread of 4 % is expected: with
+    2.776, which is t of four degrees of freedom, an interval reaches 15.7 % of logarithms."""
     records = {"a": timed("a", 0.1), "b": timed("b", 0.2), "c": timed("c", 0.05), "d": timed("d", 0.11)}
     records["b"]["train_loss"] = [*records["a"]["train_loss"][:-1], 1.25]
     table = comparison(records, {}, "a").set_index("choice")
@@ -64,7 +64,7 @@ def test_runs_are_held_against_the_reference():
 
 
 def test_a_busy_machine_makes_a_verdict_less_sure():
-    """A thread that has no core in half of a step: 25 % to expect, as it is half beyond what counts as busy."""
+    """A thread has no core in half of a step. A quarter would not count as busy, so 25 % more are expected."""
     busy = {"throughput": [{"core_s": 0.1, "step_s": 0.2}]}
     for changes, judged in (({}, "slower"), (busy, "not known")):
         records = {"a": timed("a", 0.1) | changes, "b": timed("b", 0.2) | changes}
@@ -75,7 +75,7 @@ def test_a_busy_machine_makes_a_verdict_less_sure():
 
 
 def in_passes(choice, *seconds):
-    """A choice whose passes of 20 steps took so long a step."""
+    """A choice in passes of 20 steps; `seconds` a step, by pass."""
     runs = {number: timed(choice, step_s, steps=20) for number, step_s in enumerate(seconds, 1)}
     return with_passes(runs[1], runs)
 
@@ -122,7 +122,7 @@ def concluded(
     equal_compute=False,
     **peaks,
 ):
-    """Of hand-made runs; `parts` of profiled steps, and peaks of memory in MiB, by choice."""
+    """What is concluded of hand-made runs. By choice: `parts` of profiled steps, and peaks of memory in MiB."""
     table = comparison(records, {}, "ref").set_index("choice", drop=False)
     for choice, columns in (parts or {}).items():
         table.loc[choice, [*columns, "exposed_copy_ms"]] = [*columns.values(), 0.0]
@@ -233,7 +233,7 @@ def test_runs_that_differ_stand_in_no_table(case):
 
 
 def test_a_run_over_another_link_is_told_apart():
-    """One that was trained beside a sweep. Of two runs, neither is the odd one."""
+    """As when it was trained beside a sweep. Of two runs, neither is the odd one."""
     runs = {name: record(name, 1.0) for name in "abc"}
     for name in "ac":
         runs[name]["config"]["link"] = "1gbit"
@@ -262,7 +262,7 @@ def test_what_may_differ_is_named_and_says_what_does_not_compare():
 
 
 def compared(folder, allowed=(), **changes):
-    """Two choices, of which `other` is as fast again; `changes` are to its record."""
+    """Two choices. `other` is twice as fast, and `changes` go into its record."""
     records = {"pytorch_ddp": timed("pytorch_ddp", 0.2), "other": timed("other", 0.1) | changes}
     traced = {choice: keep(analysed(folder, choice, content)) for choice, content in records.items()}
     return Compared(records, traced, "pytorch_ddp", ["failed<b>"], require_comparable(records, allowed))

@@ -110,7 +110,7 @@ def test_a_message_that_is_posted_ahead_counts_where_it_is_waited_for_or_alone(m
 
 
 def on_square(start):
-    """Ranks of the mesh, in each an all-reduce over tp that it starts at `start`, and one over dp, all at once."""
+    """Timelines of ranks of `SQUARE`. Each starts an all-reduce over tp at `start[rank]`, and one over dp at 60."""
     timelines = []
     for rank, at in start.items():
         tp, dp = f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}", f"ranks {rank % 2},{rank % 2 + 2}"

@@ -87,7 +87,7 @@ FIELDS = {
 
 
 def test_a_plan_takes_every_field(recorded, tmp_path):
-    """A step takes longer where a rate is a third, or a latency thrice, of the file with rates that are given."""
+    """A step takes longer with a third of any rate in the file, or with thrice any latency."""
     entry = entry_in(recorded) | {
         **{"flops": {"bfloat16": 1e11}, "bytes_per_s": 1e10, "elements_per_s": 1e9},
         "efficiency": {"compute": {"bfloat16": 0.5}, "launch_us": 10.0},

@@ -50,7 +50,7 @@ def test_groups_side_by_side_share_a_nodes_link():
 
 
 def test_nccl_takes_a_tree_where_a_ring_passes_too_many_nodes():
-    """Of two nodes a ring, which takes 6.5 % longer for a byte with each doubling of the nodes; of 64 a tree."""
+    """Two nodes take a ring, whose bytes take 6.5 % longer with each doubling of the nodes; 64 nodes take a tree."""
     few, many = (hardware.cluster(gpus, "nvlink4", "8xndr") for gpus in ("2x8xH100", "64x8xH100"))
     ring, tree = (LinkCosts(nodes).cost("all_reduce", 2**38, tuple(range(nodes.world_size))) for nodes in (few, many))
     assert ring.transfer_s == pytest.approx(2 * 15 / 16 * 2**38 / 368e9 * 1.065)
@@ -71,7 +71,7 @@ def test_more_bytes_never_take_less_time(backend, kind, nodes, ranks, payload, m
 
 
 def test_messages_that_pass_from_a_node_to_the_next_share_its_link():
-    """Of pipelines whose stages are so many ranks apart, so many do. Within a node none does."""
+    """If stages are n ranks apart, n messages share the link. Within a node none does."""
     costs = LinkCosts(Cluster(hardware.device("L4"), 2, 4, FAST, SLOW, "gloo"))
     single, double, within = (costs.cost("send_recv", 10**9, ranks).transfer_s for ranks in ((3, 4), (2, 4), (1, 2)))
     assert double == pytest.approx(2 * single) and single == pytest.approx(1e9 / SLOW.bytes_per_s) and within < single

@@ -47,8 +47,8 @@ def test_a_queue_lets_so_many_run_at_once():
 
 @each_row("latency", [0.0, 1.0, 3.0])
 def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latency):
-    """At 4 s, two of 3 s that could begin at 1 s: the first was done at 4, and its queue lets the second go only then.
-    Beside the first, compute was 1.5 times as slow, so that of its 3 s there one is still to be done.
+    """At 4 s, two collectives of 3 s are issued that could begin at 1 s. The first was done at 4 s, and the second
+    begins only then, as they share a queue. Beside the first, compute was 1.5 times as slow: 1 s is still to be done.
     """
     clock, queue = Clock(1.5), Queue(1)
     collective = cost(latency, 3.0 - latency)
@@ -70,7 +70,7 @@ def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latenc
 
 
 def test_the_device_waits_for_a_host_that_is_behind():
-    """Ten operators of 10 us, issued every 25 us; what the host is ahead by after a long one is made use of."""
+    """Ten operators of 10 us, issued every 25 us. During a long one the host gets ahead, so later ones do not wait."""
     clock = Clock(host_s=25e-6)
     for _ in range(10):
         clock.compute(10e-6)
@@ -85,7 +85,7 @@ def test_the_device_waits_for_a_host_that_is_behind():
 
 
 def play(issued, contention=1.0):
-    """Compute before each collective, which is issued in the queue of that number; wait for all."""
+    """Compute before each collective, issue it in its queue, and wait for all."""
     clock, queues = Clock(contention), [Queue(1), Queue(2)]
     flights = []
     for compute, collective, number in issued:

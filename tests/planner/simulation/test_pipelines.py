@@ -77,7 +77,7 @@ def test_equal_stages_take_what_they_take_on_paper(schedule, ranks, per_rank, ch
 
 
 def test_messages_take_their_time_and_data_parallel_ranks_add_none():
-    """In GPipe over two ranks the first message of each direction is waited for, and the others overlap."""
+    """In GPipe over two ranks, only the first message of each direction is waited for."""
     plain, slow = planned("gpipe", 2), planned("gpipe", 2, latency_s=0.05, mesh="dp=2,")
     assert slow.step_time_s == pytest.approx(plain.step_time_s + 2 * 0.05)
 
@@ -88,8 +88,8 @@ def test_a_model_that_no_pipeline_runs_has_no_plan():
 
 
 def test_schedules_differ_in_memory_as_on_paper():
-    """GPipe holds the activations of all micro-batches, 1F1B those of two: of each, what the three blocks of the first
-    rank take, and what they make: it is sent, and let go when its gradient has come."""
+    """GPipe holds the activations of all micro-batches, 1F1B those of two. Of each, the first rank holds the inputs of
+    its three blocks, and their output, which is sent and freed when its gradient has come."""
     gpipe, one_f_one_b = (planned(name, 2, samples=300) for name in ("gpipe", "1f1b"))
     most = [most_in_flight(lists_of(SCHEDULES[name], Shape(2, MICRO_BATCHES))[0]) for name in ("gpipe", "1f1b")]
     peaks = [step.memory.at_peak["activations"] for step in (gpipe, one_f_one_b)]

@@ -235,8 +235,8 @@ TRIED_PEAKS = (
 
 @pytest.mark.parametrize("case", by_default(PEAKS, *TRIED_PEAKS))
 def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, case):
-    """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends. States of random generators are
-    not: a block that is computed again keeps 5056 bytes for that of the CPU, which is nothing beside larger batches."""
+    """Gloo's own tensors count, such as the one with all that a scatter's root sends. States of random generators do
+    not: a recomputed block keeps 5056 bytes for the CPU's, which is nothing beside larger batches."""
     choice, options = case
     samples = 400 if "activation_checkpointing" in options else 3
     (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice, options, samples)

@@ -242,7 +242,7 @@ def test_killed_between_any_two_operations(ranks: RankPool, tmp_path):
 
 
 LATE_S, POLL_S = 0.05, 0.002
-"""The former is longer than rank 0 takes to make a checkpoint of what it sees: it polls, and writes a few files."""
+"""`LATE_S` is longer than rank 0 takes to finish a checkpoint, for which it polls and writes a few files."""
 
 
 def save_with_a_late_rank(folder: Path) -> int:
