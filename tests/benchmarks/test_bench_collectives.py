@@ -8,9 +8,8 @@ import pytest
 
 from benchmarks import collectives
 from tests import collective_ranks as planted
+from tests.command_page import flags_in, section
 from tests.ranks import RankPool
-
-ROOT = Path(__file__).parents[2]
 
 
 def rows_of(folder: Path, ranks: int) -> pd.DataFrame:
@@ -43,9 +42,8 @@ def test_a_lost_rank_leaves_what_was_measured(ranks: RankPool, tmp_path):
 
 
 def test_flags_and_columns_are_documented():
-    text = (ROOT / "docs" / "command-line.md").read_text()
-    section = text.split("## `benchmarks/collectives.py`")[1].split("\n## ")[0]
+    text = section("benchmarks/collectives.py")
     flags = [action.option_strings[0] for action in collectives.build_parser()._actions]
-    assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == flags[1:]
-    columns = re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", section, re.MULTILINE)
+    assert flags_in(text) == flags[1:]
+    columns = re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", text, re.MULTILINE)
     assert columns == list(collectives.COLUMNS.items())

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ddp_lab.doctor import command as script
+from tests.command_page import flags_in, section
 from tests.in_process import run_in_process
 
 ROOT = Path(__file__).parents[2]
@@ -38,20 +39,17 @@ def test_json_has_what_the_page_documents():
     content = json.loads(answer.stdout)
     assert all(advice["commands"] for advice in content["findings"][0]["try"])
     assert answer.returncode == 3 and content["verdict"] == "socket-despite-infiniband"
-    section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab doctor`")[1].split("\n## ")[0]
     complaining = json.loads(doctor("--json", str(DATA / "clean" / "nccl_2_4.log")).stdout)
     fields = {*content, *content["findings"][0], *content["findings"][0]["evidence"][0], *complaining["unexplained"][0]}
-    assert fields <= set(re.findall(r"`(\w+)`", section))
+    assert fields <= set(re.findall(r"`(\w+)`", section("ddp-lab doctor")))
     assert content["topologies"][0]["nearest_nics"] == {"GPU0": ["mlx5_0"], "GPU1": ["mlx5_bond_0"]}
     assert content["processes"][0]["transports"] == {"0-8": ["NET/Socket"]}
     assert json.loads(doctor("--json", str(DATA / "clean" / "gloo.log")).stdout)["verdict"] == "unknown"
 
 
 def test_every_flag_is_documented():
-    section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab doctor`")[1].split("\n## ")[0]
-    documented = re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE)
     actions = script.build_parser()._actions
-    assert sorted(documented) == sorted(
+    assert sorted(flags_in(section("ddp-lab doctor"))) == sorted(
         action.option_strings[-1] for action in actions if action.option_strings[1:] == [] and action.option_strings
     )
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from ddp_lab.doctor import command as script
 from ddp_lab.doctor.complaints import unexplained
 from ddp_lab.doctor.diagnosis import diagnose
-from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.inputs import read_inputs
-from ddp_lab.doctor.reading.texts import to_text
+from tests.doctor.test_look_alikes import facts_of
 from tests.in_process import run_in_process
 from tests.tables import each_row
 
@@ -17,7 +16,7 @@ HARMLESS = {"NET/OFI OFI fi_getinfo() call failed: No data available", "Failed t
 
 
 def complaints_of(log, with_rules=False):
-    facts = Facts([to_text("train.log", log.encode())])
+    facts = facts_of(log)
     return unexplained(facts, diagnose(facts) if with_rules else [])
 
 

@@ -14,8 +14,13 @@ MEASURED = {"slow-pair", "run-record", "rank-without-record", "stuck-together", 
 """Rules that read no log: other tests give them what looks alike."""
 
 
-def verdicts(log):
-    return [finding.rule.name for finding in diagnose(Facts(texts=[to_text("train.log", log.encode())]))]
+def facts_of(*lines):
+    """Of a log."""
+    return Facts(texts=[to_text("train.log", "\n".join(lines).encode())])
+
+
+def verdicts(*lines):
+    return [finding.rule.name for finding in diagnose(facts_of(*lines))]
 
 
 def logs(kind):
@@ -41,8 +46,7 @@ def test_every_rule_has_a_look_alike():
 def test_a_rule_on_an_exception_says_which_rank_raised_it_and_where():
     at = '[rank1]:   File "/app/train.py", line 7, in main'
     raised = "[rank1]: RuntimeError: aten.mm.default: got mixed torch.Tensor and DTensor, need to convert"
-    log = "\n".join(["[rank1]: Traceback (most recent call last):", at, raised])
-    results = diagnose(Facts(texts=[to_text("train.log", log.encode())]))
+    results = diagnose(facts_of("[rank1]: Traceback (most recent call last):", at, raised))
     assert [finding.rule.name for finding in results] == ["dtensor-mixed"]
     assert results[0].details[0].startswith("Rank 1 raised ") and "/app/train.py:7 (main)" in results[0].details[0]
 
@@ -51,9 +55,9 @@ def test_an_exception_that_python_ignored_ended_nothing():
     removed = ["Exception ignored in: <function Adam.__del__ at 0x7f30>", "Traceback (most recent call last):"]
     removed += ['  File "/app/adam.py", line 91, in __del__', "AttributeError: 'Adam' object has no attribute 'id'"]
     log = ["Traceback (most recent call last):", '  File "/app/train.py", line 7, in main', "KeyError: 'labels'"]
-    results = diagnose(Facts(texts=[to_text("train.log", "\n".join([*log, *removed]).encode())]))
+    results = diagnose(facts_of(*log, *removed))
     assert results[0].details == ["It is KeyError: 'labels', in /app/train.py:7 (main)."]
-    assert verdicts("\n".join(removed)) == []
+    assert verdicts(*removed) == []
 
 
 STEPS = [f"step {step} loss {2.5 - step / 100:.3f}" for step in range(120)]
@@ -62,10 +66,10 @@ STEPS = [f"step {step} loss {2.5 - step / 100:.3f}" for step in range(120)]
 def test_a_caught_error_is_not_why_the_job_ended_later_and_a_scheduler_hides_no_cause():
     caught = ["RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "batch size 32 fits", *STEPS]
     ended = ["ValueError: checkpoint is not writable", "exitcode  : 1 (pid: 20)"]
-    assert verdicts("\n".join([*caught, *ended]))[0] == "program-exception"
+    assert verdicts(*caught, *ended)[0] == "program-exception"
     early = ["ValueError: cannot identify image, replaced by a blank one", *STEPS, "KeyError: 'labels'", ended[1]]
-    results = diagnose(Facts(texts=[to_text("train.log", "\n".join(early).encode())]))
+    results = diagnose(facts_of(*early))
     assert results[0].details == ["It is KeyError: 'labels'."]
     limit = "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***"
-    assert verdicts(f"[rank2]: KeyError: 'labels'\n{limit}")[0] == "program-exception"
-    assert verdicts("\n".join([*STEPS, limit])) == ["job-ended-by-scheduler"]
+    assert verdicts("[rank2]: KeyError: 'labels'", limit)[0] == "program-exception"
+    assert verdicts(*STEPS, limit) == ["job-ended-by-scheduler"]

@@ -11,10 +11,10 @@ from ddp_lab.doctor.predicates import PREDICATES, failures, local, network
 from ddp_lab.doctor.reading import complaints as reading_complaints
 from ddp_lab.doctor.reading import nccl_log, texts, watchdog
 from ddp_lab.doctor.reading.inputs import read_inputs
-from ddp_lab.doctor.reading.texts import LONGEST_LINE, to_text
+from ddp_lab.doctor.reading.texts import LONGEST_LINE
 from ddp_lab.doctor.rulebook import all_rules, compiled, rules_as_markdown
 from ddp_lab.machine import Machine
-from tests.doctor.test_look_alikes import logs
+from tests.doctor.test_look_alikes import facts_of, logs
 from tests.in_process import run_in_process
 from tests.tables import each_row
 
@@ -56,7 +56,7 @@ def test_every_pattern_and_predicate_is_tried(rule):
         return
     folder = DATA / rule.name
     cases = [read_inputs([str(case)]).facts for case in (sorted(folder.iterdir()) if folder.is_dir() else [])]
-    cases += [Facts(texts=[to_text("log", log.encode())]) for name, log in logs("fires") if name == rule.name]
+    cases += [facts_of(log) for name, log in logs("fires") if name == rule.name]
     assert cases
     for pattern in compiled((*rule.patterns, *rule.all_of)):
         assert any(facts.search(pattern) for facts in cases), pattern.pattern
@@ -82,7 +82,7 @@ def test_rules_are_complete():
 
 
 def test_logs_of_hip_get_tools_of_hip():
-    facts = Facts([to_text("log", b"[rank0]: RuntimeError: HIP error: invalid device ordinal")])
+    facts = facts_of("[rank0]: RuntimeError: HIP error: invalid device ordinal")
     commands = [command for rule in all_rules() for _, of in advice(rule, facts) for command in of]
     assert not [command for command in commands if re.search("nvidia-smi|CUDA_VISIBLE|compute-sanitizer", command)]
     finding = diagnose(facts)[0]
@@ -102,14 +102,13 @@ def test_the_guide_lists_the_rules():
 def test_p2p_across_numa_never_from_topology_alone(with_topology):
     """The same topology, and the same channels, without a hang in the first collectives: nothing."""
     case = DATA / "p2p-across-numa" / "case"
-    log = "\n".join(line for line in (case / "nccl.log").read_text().splitlines() if "Watchdog" not in line)
-    facts = Facts(texts=[to_text("nccl.log", log.encode())])
+    facts = facts_of(*(line for line in (case / "nccl.log").read_text().splitlines() if "Watchdog" not in line))
     if with_topology:
         facts.topologies = read_inputs([str(case / "topology.txt")]).facts.topologies
     assert diagnose(facts) == []
-    late = (case / "nccl.log").read_text().replace("SeqNum=2,", "SeqNum=20000,")
-    late_results = diagnose(Facts(texts=[to_text("late", late.encode())], topologies=facts.topologies))
-    assert [finding.rule.name for finding in late_results] == ["watchdog-timeout"]
+    late = facts_of((case / "nccl.log").read_text().replace("SeqNum=2,", "SeqNum=20000,"))
+    late.topologies = facts.topologies
+    assert [finding.rule.name for finding in diagnose(late)] == ["watchdog-timeout"]
 
 
 def test_a_rule_before_the_symptoms_that_follow_from_it():

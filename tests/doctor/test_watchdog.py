@@ -1,8 +1,7 @@
 """What torch's watchdog prints: which rank, which group, which number; and who is behind or did something else."""
 
 from ddp_lab.doctor.diagnosis import diagnose
-from ddp_lab.doctor.facts import Facts
-from ddp_lab.doctor.reading.texts import to_text
+from tests.doctor.test_look_alikes import facts_of
 from tests.tables import each_row
 
 FILE = "ProcessGroupNCCL.cpp:632"
@@ -32,10 +31,6 @@ def was_told(rank, group, enqueued):
         "a collective timeout from  rank 7 and we will try our best to dump the debug info. Last enqueued NCCL work: "
         f"{enqueued}, last completed NCCL work: {enqueued}.This is most likely caused by incorrect usages"
     )
-
-
-def facts_of(*lines):
-    return Facts(texts=[to_text("log", "\n".join(lines).encode())])
 
 
 def verdict(*lines):

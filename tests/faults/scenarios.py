@@ -254,3 +254,10 @@ def processes_of(mark: str) -> list[int]:
         except OSError:
             continue  # it has ended, or belongs to another user
     return pids
+
+
+def wait_for(holds, limit_s: float = 90.0):
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.scenarios import MARK, ROOT, processes_of
-from tests.faults.test_faults import wait_for
+from tests.faults.scenarios import MARK, ROOT, processes_of, wait_for
 from tests.ranks import RankPool
 from tests.runtime.checkpoint.test_runs import records
 from tests.runtime.test_run import run_here

@@ -28,6 +28,7 @@ from tests.faults.scenarios import (
     Scenario,
     processes_of,
     run_scenario,
+    wait_for,
 )
 from tests.ranks import RankPool
 from tests.runtime.test_run import record_of
@@ -207,10 +208,3 @@ def rank_processes(mark: str) -> dict[int, int]:
             continue
         pid_by_rank |= {int(value[5:]): pid for value in variables if value.startswith(b"RANK=")}
     return pid_by_rank
-
-
-def wait_for(holds, limit_s: float = 90.0):
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.2)

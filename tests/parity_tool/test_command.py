@@ -13,6 +13,7 @@ from ddp_lab.parity.answer import Answer
 from ddp_lab.parity.command import build_parser, main
 from ddp_lab.parity.comparison import compare
 from ddp_lab.parity.store import read
+from tests.command_page import flags_in, section
 from tests.parity_tool.test_faults import RUNS, run_both, run_one
 from tests.ranks import RankPool
 
@@ -113,11 +114,10 @@ def test_tensors_of_a_module_are_kept_whole(tmp_path):
 
 
 def test_docs_have_every_flag():
-    text = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab parity`")[1].split("\n## ")[0]
     flags = [
         flag for action in build_parser()._actions for flag in action.option_strings if flag not in ("-h", "--help")
     ]
-    assert re.findall(r"^\| `(--[a-z-]+)` \|", text, re.MULTILINE) == flags
+    assert flags_in(section("ddp-lab parity")) == flags
 
 
 COMMANDS = RUNS["commands"]

@@ -24,6 +24,7 @@ from ddp_lab.planner.table import PLAN_COLUMNS, interval, row, runner_command
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
 from ddp_lab.runtime.records.flops import model_flops
+from tests.command_page import flags_in, section
 from tests.in_process import run_in_process
 from tests.plans import GIB, case, made, simulation
 from tests.tables import each_row
@@ -288,13 +289,13 @@ def test_devices_side_by_side(tmp_path):
 
 
 def test_flags_and_columns_are_documented():
-    text = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab plan`")[1].split("\n## ")[0]
+    text = section("ddp-lab plan")
     plans = []
     for command in script.COMMANDS:
-        section = text.split(f"### {command}\n")[1].split("\n### ")[0]
         flags = [action.option_strings[0] for action in script.build_parser(command)._actions if action.option_strings]
         base = plans if command in ("search", "memory") else flags[:1]
-        assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == [name for name in flags if name not in base]
+        documented = flags_in(text.split(f"### {command}\n")[1].split("\n### ")[0])
+        assert documented == [name for name in flags if name not in base]
         plans = flags if command == "plan" else plans
     rows = text.split("| column |")[1].split("\n\n")[0]
     explained = [(name, column.meaning) for name, column in PLAN_COLUMNS.items()]
@@ -303,12 +304,12 @@ def test_flags_and_columns_are_documented():
 
 def test_commands_of_the_guide_can_be_planned():
     """docs/choosing.md: each of its commands makes sense, and what it says to take is one of its choices."""
-    sections = (ROOT / "docs" / "choosing.md").read_text().split("\n## ")[1:]
-    assert len(sections) == 5
-    for section in sections:
-        (command,) = re.findall(r"^    uv run ddp-lab plan (.+)$", section, re.MULTILINE)
+    parts = (ROOT / "docs" / "choosing.md").read_text().split("\n## ")[1:]
+    assert len(parts) == 5
+    for part in parts:
+        (command,) = re.findall(r"^    uv run ddp-lab plan (.+)$", part, re.MULTILINE)
         options = script.build_parser().parse_args(command.split())
         options.searches = False
         plan.space_of(options)
-        (choice,) = re.findall(r"^- Take (\w+):", section, re.MULTILINE)
+        (choice,) = re.findall(r"^- Take (\w+):", part, re.MULTILINE)
         assert choice in options.choices.split(",") and any(choice in of.sentences for of in REGISTRIES.values())

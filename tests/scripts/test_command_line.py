@@ -19,6 +19,7 @@ from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.process.environment import OF_GPUS, scheduling
 from ddp_lab.runtime.settings.data import WORKLOADS
+from tests.command_page import flags_in
 from tests.in_process import compare_runs
 from tests.traces import record, write, write_run
 
@@ -83,7 +84,7 @@ def test_every_flag_of_reports_is_documented():
     from ddp_lab.commands import compare
 
     text = (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/")[0]  # theirs are tested with them
-    documented = re.findall(r"^\| `(--[^`]+)` \|", text.split("## `ddp-lab compare`")[1], re.MULTILINE)
+    documented = flags_in(text.split("## `ddp-lab compare`")[1])
     parsers = (compare.build_parser(), build_parser())
     reports = [action.option_strings[-1] for parser in parsers for action in parser._actions if action.option_strings]
     assert documented == [flag for flag in reports if flag != "--help"]

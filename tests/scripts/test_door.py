@@ -10,6 +10,7 @@ import pytest
 
 from ddp_lab.__main__ import help_text, main
 from ddp_lab.commands import COMMANDS
+from tests.command_page import section
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +27,8 @@ def test_help_has_every_command_with_an_example_and_loads_nothing_heavy():
 
 
 def test_docs_list_every_command():
-    section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab`\n")[1].split("\n## ")[0]
-    documented = re.findall(r"`([a-z-]+)[ A-Z]*`", "".join(re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)))
+    cells = re.findall(r"^\| (`.+?) \|", section("ddp-lab"), re.MULTILINE)
+    documented = re.findall(r"`([a-z-]+)[ A-Z]*`", "".join(cells))
     assert sorted(documented) == sorted([*COMMANDS, "completion"])
 
 

@@ -28,12 +28,16 @@ esac
 """Of `torchrun` and `python` it only writes down how they are called."""
 
 
+def stand_in(folder, program, *names):
+    for name in names:
+        (folder / name).write_text(program)
+        (folder / name).chmod(0o755)
+
+
 @pytest.mark.parametrize("script", ["one_node.sbatch", "nodes.sbatch", "srun.sbatch", "elastic.sbatch", "sweep.sh"])
 def test_a_script_starts_what_there_is(tmp_path, script):
     """Each entrypoint is a file, and each flag is one of `torchrun`, of the entrypoint or of the report."""
-    for name in ("scontrol", "sbatch", "srun", "torchrun", "python"):
-        (tmp_path / name).write_text(STAND_IN)
-        (tmp_path / name).chmod(0o755)
+    stand_in(tmp_path, STAND_IN, "scontrol", "sbatch", "srun", "torchrun", "python")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "CHOICES": "a zero2"}
     environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "x", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
@@ -74,9 +78,7 @@ esac
 @pytest.mark.parametrize("of_array", [False, True])
 def test_a_job_that_was_stopped_requeues_itself_alone(tmp_path, how, is_requeued, of_array):
     """The job number of an array's last task is that of the array, by which `scontrol` means all its tasks."""
-    for name in ("scontrol", "scancel", "srun"):
-        (tmp_path / name).write_text(SLURM)
-        (tmp_path / name).chmod(0o755)
+    stand_in(tmp_path, SLURM, "scontrol", "scancel", "srun")
     (tmp_path / "record").write_text(json.dumps({"ended": {"how": how}}, indent=2))
     files = {"LOG": tmp_path / "log", "RECORD": tmp_path / "record", "RESULTS": tmp_path / "results"}
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"} if of_array else {}
