@@ -26,6 +26,7 @@ from ddp_lab.analysis.traces import intervals
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.runtime.errors import UserError
 from scripts.print_docs import columns_page
+from tests.analysis.windows import analysis_of
 from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, record, record_of_eight_steps, write, write_run
 
@@ -70,8 +71,7 @@ def test_figures_of_a_trace_worked_out_by_hand(tmp_path, make):
     HTA counts from the first kernel to the last: 100 .. 1900, so 1800 us, of which 1000 compute, 400 exposed and 400
     idle (two gaps of 100 in the steps, and 200 between them).
     """
-    (window,) = find_windows(write_run(tmp_path / "profile" / "x", make))
-    analysis = analyse_window(window)
+    analysis = analysis_of(write_run(tmp_path / "profile" / "x", make))
     for row in analysis.summary.to_dict("records"):
         assert row["steps"] == 2 and row["trace_kind"] == ("cpu" if make is cpu_trace else "cuda")
         assert (row["compute_ms"], row["non_compute_ms"], row["idle_ms"]) == (0.5, 0.2, 0.2)
@@ -96,7 +96,7 @@ def gloo_on_cuda(rank):
 
 
 def test_communication_that_the_device_does_not_show_is_unknown_not_zero(tmp_path):
-    analysis = analyse_window(find_windows(write_run(tmp_path, gloo_on_cuda))[0])
+    analysis = analysis_of(write_run(tmp_path, gloo_on_cuda))
     for row in analysis.summary.to_dict("records"):
         assert row["compute_ms"] == 0.5 and row["all_reduce_calls_per_step"] == 1
         assert np.isnan([row["non_compute_ms"], row["idle_pct"], row["overlap_pct"]]).all()
@@ -149,8 +149,7 @@ def test_every_column_is_documented(tmp_path):
     text = (DOCS / "csv-columns.md").read_text()
     assert columns_page(text) == text, "python -m scripts.print_docs prints it anew"
     assert all(name in part.splitlines()[0] for name, part in zip(CSV_COLUMNS, text.split("\n## ")[1:], strict=True))
-    (window,) = find_windows(write_run(tmp_path / "x"))
-    analysis = analyse_window(window)
+    analysis = analysis_of(write_run(tmp_path / "x"))
     write_summary(analysis, "x", tmp_path)
     run = Run(record("x", 1.0), keep(analysis))
     comparison({"x": run.record}, {"x": keep(analysis)}, "x").to_csv(tmp_path / "compare.csv", index=False)

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddp_lab.analysis.command import main
-from ddp_lab.analysis.summary import analyse_window
-from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.runtime.errors import UserError
+from tests.analysis.windows import analysis_of
 from tests.traces import cpu_trace, cuda_trace, event, write
 
 Trace = dict[str, Any]
@@ -108,7 +107,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, cases):
     for kind, case in cases:
         change, message = WRONG[kind][case]
         try:
-            doubts = analyse_window(find_windows(written(tmp_path / case, kind, change))[0]).doubts
+            doubts = analysis_of(written(tmp_path / case, kind, change)).doubts
         except UserError as error:
             doubts = [str(error)]
         assert sum(bool(re.search(message, line)) for line in doubts) == 1 and len(doubts) < 4, (case, doubts)
@@ -138,17 +137,17 @@ def test_a_start_that_a_busy_cpu_records_late_is_no_fault(tmp_path):
     """A GPU's times are its own."""
     for kind, name, by in (("cpu", "gloo:", 500), ("cuda", "nccl", 900)):
         late = written(tmp_path / kind, kind, lambda trace, name=name, by=by: shifted(of(trace, name)[:1], by))
-        doubts = analyse_window(find_windows(late)[0]).doubts
+        doubts = analysis_of(late).doubts
         assert any("before the last rank" in doubt for doubt in doubts) == (kind == "cuda"), doubts
 
 
 def test_equal_times_between_steps_are_no_fault(tmp_path):
     folder = written(tmp_path, "cuda", lambda trace: [step.update(dur=800) for step in of(trace, "Step#")])
-    assert analyse_window(find_windows(folder)[0]).doubts == []
+    assert analysis_of(folder).doubts == []
 
 
 def figures(folder):
-    analysis = analyse_window(find_windows(folder)[0])
+    analysis = analysis_of(folder)
     tables = [analysis.summary, analysis.exposure.steps]
     return "".join(table.round(6).to_csv() for table in tables), analysis.problems + analysis.doubts
 

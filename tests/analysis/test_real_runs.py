@@ -15,13 +15,12 @@ from ddp.bucket_ddp_async import BucketDDP
 from ddp.simple_ddp_ga import SimpleDDPAccumulated
 from ddp_lab.analysis.metrics.audit import calls_by_step
 from ddp_lab.analysis.report.pages.summary import write_summary
-from ddp_lab.analysis.summary import analyse_window
-from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.run import train_and_record
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.sequence import recorded_collectives
+from tests.analysis.windows import analysis_of
 from tests.ranks import RankPool
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 80, "eval_samples": 8, "profile_wait": 1}
@@ -64,8 +63,7 @@ def train_faulty(folder: str):
 def test_wrong_strategies_are_seen(ranks: RankPool, tmp_path):
     ranks.run(2, train_faulty, str(tmp_path))
     for choice, calls, payload in (("extra", 1, 1000), ("doubled", 0, 4 * 3 * 16 * 16)):
-        (window,) = find_windows(tmp_path / "profile" / choice)
-        page = write_summary(analyse_window(window), choice, tmp_path / "reports").read_text()
+        page = write_summary(analysis_of(tmp_path / "profile" / choice), choice, tmp_path / "reports").read_text()
         table = pd.read_csv(tmp_path / "reports" / "audit.csv").set_index(["subject", "rank"])
         for rank in (0, 1):
             assert table.loc[("all-reduce: calls", rank), "difference"] == calls
@@ -89,8 +87,7 @@ def test_a_window_over_the_end_of_an_epoch(ranks: RankPool, tmp_path):
     """Fourteen steps, of which the seventh, `ProfilerStep#6`, is the last of an epoch: 2 samples, not 8. ZeRO-3 gathers
     and scatters once for each micro-batch, of which the short step has one instead of two."""
     ranks.run(2, train_zero3, str(tmp_path))
-    (window,) = find_windows(tmp_path / "profile" / "zero3")
-    analysis = analyse_window(window)
+    analysis = analysis_of(tmp_path / "profile" / "zero3")
     assert analysis.record is not None and analysis.record["step_samples"][5:8] == [8, 2, 8]
     scatters = calls_by_step(analysis.timelines[0]).query("made_of == '2 scatters'").set_index("step")["calls"]
     assert scatters[6] == scatters[5] / 2
@@ -135,7 +132,7 @@ def late(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_planted_straggler_is_named(late, tmp_path):
-    page = write_summary(analyse_window(find_windows(late)[0]), "late", tmp_path).read_text()
+    page = write_summary(analysis_of(late), "late", tmp_path).read_text()
     assert "Rank 1 costs the others most: it arrives last in" in page and "heatmap" in page
     table = pd.read_csv(tmp_path / "stragglers.csv")
     assert table["step"].nunique() == 5 and table["collectives"].eq(2).all()

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 
 import ddp
-from ddp_lab.analysis.summary import analyse_window
-from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.record_format import FlightRecord, RunRecord
 from ddp_lab.runtime.build import seed_everything
@@ -25,6 +23,7 @@ from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.loop import PHASES
 from ddp_lab.runtime.run import run, train_and_record
 from scripts.print_docs import fields_of, record_page
+from tests.analysis.windows import analysis_of
 from tests.checkpoints import here
 from tests.parity import load
 from tests.ranks import RankPool
@@ -69,14 +68,13 @@ def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path, choice):
         assert states <= row["peak_model_states_bytes"] <= row["peak_bytes"] < 2 * states
         uncounted = row["timeline"]["allocated_bytes"][-1] - states  # what a communication thread holds for a moment
         assert abs(uncounted) < 512, "something is counted wrong, or was never freed"
-    (window,) = find_windows(tmp_path / "profile" / choice)
-    analysis = analyse_window(window)
+    analysis = analysis_of(tmp_path / "profile" / choice)
     assert analysis.record == record
     assert analysis.summary["steps"].tolist() == [2, 2]
     announced = sum(collective["payload_bytes"] for collective in record["expected_traffic"])
     assert analysis.summary["collective_bytes_per_step"].tolist() == [announced, announced]
     assert record.keys() == {field.name for field in msgspec.structs.fields(RunRecord)}
-    events = read_trace(window.files[0]).events  # every name that is not torch's is documented
+    events = read_trace(analysis.timelines[0].path).events  # every name that is not torch's is documented
     rows = documented("profiling.md")
     patterns = [re.compile(re.escape(row).replace("NAME", r"\S+").replace("<n>", r"\d+") + "$") for row in rows]
     names = set(events.loc[events["cat"] == "user_annotation", "name"])

@@ -12,9 +12,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_lab.analysis.report.pages.summary import write_summary
-from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.collectives import only_group
-from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.gloo import gloo_collectives
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.runtime.config import RunConfig
@@ -26,6 +24,7 @@ from ddp_lab.runtime.run import train_and_record
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 from tensor_parallel import REGISTRY
+from tests.analysis.windows import analysis_of
 from tests.ranks import RankPool
 from tests.runtime.checkpoint.test_mesh_runs import small_language
 
@@ -99,8 +98,7 @@ def train_on_mesh(folder: str, mesh: str, choice: str, **changes):
 )
 def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(ranks: RankPool, tmp_path, choice, mesh, expected):
     ranks.run(4, partial(train_on_mesh, **small_language(tmp_path)), str(tmp_path), mesh, choice)
-    (window,) = find_windows(tmp_path / "profile" / f"{choice}@{Mesh.parse(mesh).label}")
-    analysis = analyse_window(window)
+    analysis = analysis_of(tmp_path / "profile" / f"{choice}@{Mesh.parse(mesh).label}")
     page = write_summary(analysis, choice, tmp_path / "reports").read_text()
     traffic = analysis.audit[analysis.audit["unit"].str.endswith("/step")]
     assert set(traffic["result"]) == {"pass"}, traffic[traffic["result"] != "pass"].to_string()

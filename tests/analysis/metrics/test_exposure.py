@@ -10,10 +10,9 @@ import pytest
 
 from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.report.figures.lanes import bounds
-from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
-from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.timeline import RankTimeline
+from tests.analysis.windows import analysis_of
 from tests.traces import ahead_trace, write_run
 
 PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
@@ -52,7 +51,7 @@ def timeline(
 
 def test_kernels_belong_to_the_step_that_launched_them(tmp_path):
     """Docstring of `ahead_trace`. At the end of the host's second step, at 200, the device has not begun the first."""
-    analysis = analyse_window(find_windows(write_run(tmp_path, ahead_trace))[0])
+    analysis = analysis_of(write_run(tmp_path, ahead_trace))
     steps = analysis.exposure.steps
     assert steps["step"].tolist() == [5, 6] * 2 and steps["step_ms"].tolist() == pytest.approx([0.9, 1.0] * 2)
     for row in steps.to_dict("records"):

@@ -10,10 +10,9 @@ from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.metrics.stragglers import stragglers
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.report.pages.tables import buckets
-from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.collectives import only_group
-from ddp_lab.analysis.traces.finding import find_windows
 from tests.analysis.metrics.test_exposure import timeline
+from tests.analysis.windows import analysis_of
 from tests.traces import cpu_trace, write
 
 # Groups --------------------------------------------------------------------------------------------------------------
@@ -52,8 +51,7 @@ def test_gloo_does_not_say_which_group(tmp_path):
         trace = cpu_trace(rank)
         trace["distributedInfo"]["pg_config"] = [world, half]
         write(tmp_path / "x" / f"rank_{rank}.json", trace)
-    (window,) = find_windows(tmp_path / "x")
-    page = write_summary(analyse_window(window), "x", tmp_path).read_text()
+    page = write_summary(analysis_of(tmp_path / "x"), "x", tmp_path).read_text()
     table = pd.read_csv(tmp_path / "collectives.csv")
     assert table[["group", "late_rank", "wait_ms", "busbw_gbps"]].isna().all(axis=None) and len(table) == 4
     assert "100 % of the calls could not be matched over ranks (the traces do not say of which process group" in page

@@ -18,7 +18,8 @@ from ddp_lab.analysis.report.page import Block, render, table, write_page
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window
-from ddp_lab.analysis.traces.finding import Window, find_windows
+from ddp_lab.analysis.traces.finding import Window
+from tests.analysis.windows import analysis_of
 from tests.traces import cpu_trace, event, memory_of, record, timeline_of, write, write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -91,8 +92,7 @@ def folder(tmp_path_factory):
     content = record("x", 0.2) | {"run_id": RUN_ID}
     content["memory"][0]["timeline"]["where"][1] = HOSTILE
     write(trace_dir / f"{RUN_ID}.run.json", content)
-    (window,) = find_windows(trace_dir)
-    analysis = analyse_window(window)
+    analysis = analysis_of(trace_dir)
     write_summary(analysis, HOSTILE, folder)
     records = {"pytorch_ddp": record("pytorch_ddp", 0.2), "other": record("other", 0.1)}
     write_comparison(Compared(records, {"other": keep(analysis)}, "pytorch_ddp", [], []), folder)

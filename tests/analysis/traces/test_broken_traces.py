@@ -9,9 +9,9 @@ import pytest
 
 from ddp_lab.analysis.command import main
 from ddp_lab.analysis.report.pages.summary import write_summary
-from ddp_lab.analysis.summary import analyse_window, read_rank
-from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.analysis.summary import read_rank
 from ddp_lab.analysis.traces.reading import LONGEST_NAME
+from tests.analysis.windows import analysis_of
 from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, event, write, write_run
 
@@ -94,7 +94,7 @@ def test_an_incomplete_run_has_no_figure_that_compares_ranks(tmp_path, capsys):
     next(trace_dir.glob("rank_0/*")).unlink()
     assert main("reports", ["--trace-dir", str(trace_dir)]) == 0
     assert "no trace of rank 0; copy the missing files here" in capsys.readouterr().err
-    tables = analyse_window(find_windows(trace_dir)[0]).exposure
+    tables = analysis_of(trace_dir).exposure
     assert tables.collectives[["wait_ms", "late_rank", "lateness_ms", "busbw_gbps"]].isna().to_numpy().all()
     assert tables.steps[["exposed_wait_ms", "exposed_transfer_ms"]].isna().to_numpy().all()
     assert tables.steps["exposed_ms"].tolist() == pytest.approx([0.2, 0.2])
@@ -130,7 +130,7 @@ def test_ranks_that_do_not_belong_together(tmp_path, capsys, change, message):
 def test_a_file_in_the_folder_of_another_rank(tmp_path):
     trace_dir = write_run(tmp_path)
     write(next(trace_dir.glob("rank_0/*")), cpu_trace(1))
-    (problem,) = analyse_window(find_windows(trace_dir)[0]).problems
+    (problem,) = analysis_of(trace_dir).problems
     assert "says that it is of rank 1; its name says rank 0" in problem
 
 
@@ -147,7 +147,7 @@ def test_hostile_names_are_text(tmp_path, name):
         for part in trace["traceEvents"]:
             part["name"] = part["name"].replace("gemm", name)
         write(tmp_path / "traces" / f"rank_{rank}.json", trace)
-    page = write_summary(analyse_window(find_windows(tmp_path / "traces")[0]), "<b>choice", tmp_path / "out")
+    page = write_summary(analysis_of(tmp_path / "traces"), "<b>choice", tmp_path / "out")
     text = page.read_text().partition("</style>")[2]
     assert "<b>choice" not in text and (name not in text or not set("<>\x00") & set(name))
     assert len(text) < 6e6 and "x" * (LONGEST_NAME + 1) not in text

@@ -10,6 +10,7 @@ import pytest
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.runtime.errors import UserError
+from tests.analysis.windows import analysis_of
 from tests.tables import each_row
 from tests.traces import cuda_trace, timeline_of, write
 
@@ -61,7 +62,7 @@ def test_a_broken_foreign_file_belongs_to_the_window_that_lacks_its_rank(tmp_pat
     write(tmp_path / "rank_0.json", trace)
     for broken in (b"", gzip.compress(json.dumps(cuda_trace(1)).encode())[:-200]):
         (tmp_path / "rank_1.json.gz").write_bytes(broken)
-        (problem,) = analyse_window(find_windows(tmp_path)[0]).problems
+        (problem,) = analysis_of(tmp_path).problems
         assert "rank_1.json.gz" in problem
 
 

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from ddp_lab.analysis.command import main as analyse
-from ddp_lab.analysis.summary import analyse_window
-from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.speed import Link
+from tests.analysis.windows import analysis_of
 from tests.ranks import RankPool
 from tests.runtime.test_run import run_here
 
@@ -25,8 +24,7 @@ def run_over_the_link(settings: dict[str, Any]):
 @pytest.mark.parametrize("choice", ["bucket_ddp_async", pytest.param("pytorch_zero3", marks=pytest.mark.exhaustive)])
 def test_a_run_is_as_slow_as_its_link(ranks: RankPool, tmp_path, choice):
     ranks.run(2, run_over_the_link, {**RUN, "choice": choice, "output_dir": str(tmp_path)})
-    (window,) = find_windows(tmp_path / "profile" / choice)
-    analysis = analyse_window(window)
+    analysis = analysis_of(tmp_path / "profile" / choice)
     record = analysis.record
     assert record is not None and record["config"]["link"] == LINK and record["link_bits_per_s"] == 40_000_000
     sent = sum(

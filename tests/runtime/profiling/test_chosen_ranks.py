@@ -4,9 +4,8 @@ import pandas as pd
 
 from ddp_lab.analysis.record import profiled_ranks
 from ddp_lab.analysis.report.pages.summary import write_summary
-from ddp_lab.analysis.summary import analyse_window
-from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.collectives.ranks import Ranks
+from tests.analysis.windows import analysis_of
 from tests.ranks import RankPool
 from tests.runtime.test_run import TINY, record_of, run_here
 
@@ -30,8 +29,7 @@ def test_only_the_chosen_ranks_leave_traces(ranks: RankPool, tmp_path):
     assert not (folder / "rank_0").exists()
     slowed = [seconds is None for seconds in record["step_time_s"]]
     assert slowed[:5] == [False, True, True, True, True], "rank 0 waits for ranks that the profiler slows down"
-    (window,) = find_windows(folder)
-    analysis = analyse_window(window)
+    analysis = analysis_of(folder)
     assert analysis.problems == [] and analysis.summary["rank"].tolist() == [1, 2]
     assert profiled_ranks(record) == [1, 2] and analysis.record == record
     checks = analysis.audit
