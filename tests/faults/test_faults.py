@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.faults.scenarios import (
     SCENARIOS,
     TINY,
     Scenario,
+    kill_processes_of,
     processes_of,
     run_scenario,
     wait_for,
@@ -103,8 +105,9 @@ def test_signals(tmp_path, sent, to):
     command = [*launcher, "--epochs", "100000", "--no-profile", "--output-dir", str(tmp_path)]
     output_path = tmp_path / "output"
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    with output_path.open("w") as output, (tmp_path / "errors").open("w") as errors:
+    with output_path.open("w") as output, (tmp_path / "errors").open("w") as errors, ExitStack() as ends:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=errors)
+        ends.callback(kill_processes_of, mark)
         wait_for(lambda: "step 1/" in output_path.read_text())
         os.kill(rank_processes(mark)[1] if to == "rank 1" else process.pid, sent)
         assert process.wait(timeout=15) != 0
