@@ -21,10 +21,10 @@ def mesh_of(record: dict[str, Any] | None) -> Mesh | None:
 
 def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
     """The place of a rank along each dimension."""
-    found = {}
+    place = {}
     for name, degree in reversed(mesh.items()):
-        rank, found[name] = divmod(rank, degree)
-    return {name: found[name] for name in mesh}
+        rank, place[name] = divmod(rank, degree)
+    return {name: place[name] for name in mesh}
 
 
 def dimension_of(mesh: Mesh, ranks: Sequence[int]) -> str:

@@ -78,8 +78,8 @@ def checked(content: Any, path: object, failed_too: bool = False) -> dict[str, A
     record = fitted(content, ReadRecord, path, "run record")
     if record.ended.problem and not failed_too:
         raise UserError(f"{path}: {record.ended.problem}, so its record is not whole; train again")
-    found: dict[str, Any] = msgspec.to_builtins(record)
-    return found | {"config": content["config"] | found["config"]}
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    return fields | {"config": content["config"] | fields["config"]}
 
 
 def failure_of(record: dict[str, Any]) -> str:

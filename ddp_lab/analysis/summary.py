@@ -87,11 +87,11 @@ def analyse_window(
         UserError: no rank's trace can be used, or the ranks' traces do not belong together.
     """
     timelines, figures, problems = [], {}, []
-    for rank, found in read_ranks(window, include_last_step, multiprocessing):
-        if isinstance(found, str):
-            problems.append(found)
+    for rank, result in read_ranks(window, include_last_step, multiprocessing):
+        if isinstance(result, str):
+            problems.append(result)
         else:
-            timeline, figures[rank] = found
+            timeline, figures[rank] = result
             timelines.append(timeline)
         on_rank(rank)
     if not timelines:
@@ -122,11 +122,11 @@ def analyse_window(
 
 def doubts_of(timelines: list[RankTimeline]) -> list[str]:
     """A line for each trace with something wrong in it; those that differ only in numbers are one, with the first's."""
-    found: dict[str, list[str]] = {}
+    alike_traces: dict[str, list[str]] = {}
     for timeline in timelines:
-        if said := "; ".join(timeline.notes):
-            found.setdefault(re.sub(r"\d+", "", said), []).append(f"{timeline.path}: {said}")
-    return [alike[0] + f" ({len(alike)} traces are like this)" * (len(alike) > 1) for alike in found.values()]
+        if notes := "; ".join(timeline.notes):
+            alike_traces.setdefault(re.sub(r"\d+", "", notes), []).append(f"{timeline.path}: {notes}")
+    return [alike[0] + f" ({len(alike)} traces are like this)" * (len(alike) > 1) for alike in alike_traces.values()]
 
 
 def read_ranks(
@@ -145,11 +145,11 @@ def read_ranks(
 
 def analyse_rank(path: Path, rank: int, include_last_step: bool) -> tuple[RankTimeline, dict[Any, float]] | str:
     """A rank's timeline and its row of `holistic_figures`, or what is wrong with its trace."""
-    found = read_rank(path, rank, include_last_step)
-    if isinstance(found, str):
-        return found
+    timeline = read_rank(path, rank, include_last_step)
+    if isinstance(timeline, str):
+        return timeline
     try:
-        return found, holistic_figures([found]).iloc[0].to_dict()
+        return timeline, holistic_figures([timeline]).iloc[0].to_dict()
     except UserError as error:
         return str(error)
 
@@ -157,13 +157,13 @@ def analyse_rank(path: Path, rank: int, include_last_step: bool) -> tuple[RankTi
 def read_rank(path: Path, rank: int, include_last_step: bool) -> RankTimeline | str:
     try:
         trace = read_trace(path)
-        said = trace.info.get("rank")
-        if OWN_NAME.match(path.name) and rank_in_path(path) is not None and said not in (None, rank):
-            return f"{path}: the file says that it is of rank {said}; its name says rank {rank}"
+        stated = trace.info.get("rank")
+        if OWN_NAME.match(path.name) and rank_in_path(path) is not None and stated not in (None, rank):
+            return f"{path}: the file says that it is of rank {stated}; its name says rank {rank}"
         timeline = build_timeline(trace, rank, include_last_step)
-        if type(said) is int and said != rank:
-            other = f"the file says that it is of rank {said}, as another does; by its name it counts as rank {rank}"
-            return replace(timeline, notes=[other, *timeline.notes])
+        if type(stated) is int and stated != rank:
+            note = f"the file says that it is of rank {stated}, as another does; by its name it counts as rank {rank}"
+            return replace(timeline, notes=[note, *timeline.notes])
         return timeline
     except UserError as error:
         return str(error)
@@ -178,16 +178,16 @@ def require_comparable(timelines: list[RankTimeline]) -> None:
         UserError: names the file that differs.
     """
     first = timelines[0]
-    for other in timelines[1:]:
-        for what, mine, theirs in (
-            ("steps", first.steps["number"].tolist(), other.steps["number"].tolist()),
-            ("a device of kind", first.kind, other.kind),
-            ("a world size of", first.world_size, other.world_size),
+    for peer in timelines[1:]:
+        for field, first_value, value in (
+            ("steps", first.steps["number"].tolist(), peer.steps["number"].tolist()),
+            ("a device of kind", first.kind, peer.kind),
+            ("a world size of", first.world_size, peer.world_size),
         ):
-            if mine != theirs:
+            if first_value != value:
                 raise UserError(
-                    f"{other.path}: has {what} {theirs}, but {first.path} has {mine}; they are not of the same run or "
-                    "window"
+                    f"{peer.path}: has {field} {value}, but {first.path} has {first_value}; they are not of the same "
+                    "run or window"
                 )
 
 

@@ -93,9 +93,9 @@ def report_on_choices(
             if analysis.problems:  # means over only some ranks cannot be compared
                 incomplete.append(choice)
             else:
-                kept = keep(analysis)
-                later = later_steps(trace_dir, passes_of(record))
-                traced[choice] = replace(kept, steps={**kept.steps, **later})
+                first_pass = keep(analysis)
+                later_passes = later_steps(trace_dir, passes_of(record))
+                traced[choice] = replace(first_pass, steps={**first_pass.steps, **later_passes})
         except UserError as error:  # the choice's step times can still be used
             print(f"error: {choice}: {error}", file=sys.stderr)
             failed.append(choice)

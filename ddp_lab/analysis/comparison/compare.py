@@ -68,7 +68,7 @@ def logs_by_pass(records: Mapping[str, dict[str, Any]], reference: str) -> pd.Da
     """The logarithm of each run's step time over the reference's, by choice (rows) and pass."""
     times = {name: {n: timed_steps_ms(run) for n, run in passes_of(record).items()} for name, record in records.items()}
     base = times[reference]
-    rows = {name: {n: apart(mine[n], base[n]) for n in base if n in mine} for name, mine in times.items()}
+    rows = {name: {n: apart(by_pass[n], base[n]) for n in base if n in by_pass} for name, by_pass in times.items()}
     return pd.DataFrame.from_dict(rows, orient="index", dtype=float)
 
 

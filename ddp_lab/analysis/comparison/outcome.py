@@ -175,14 +175,14 @@ def conclude(
         judged, "doubted" if (best["audit_failures"] or 0) > 0 else "wins"
     )
     audited = table["audit_failures"].dropna()
-    alike = (name for name, other in to_fastest.items() if other.verdict == UNKNOWN and name != second["choice"])
+    close = (name for name, result in to_fastest.items() if result.verdict == UNKNOWN and name != second["choice"])
     return Outcome(
         kind,
         lean,
         over,
         best,
         second,
-        [best["choice"], *alike],
+        [best["choice"], *close],
         standing.estimate,
         len(standing.by_pass),
         gains(best, second, equal_compute),
@@ -194,19 +194,19 @@ def conclude(
 
 def gains(best: Row, second: Row, equal_compute: bool) -> dict[str, float] | None:
     """`Outcome.gains`, without compute if all choices do equal compute."""
-    if pd.isna(whole := second["profiled_step_ms"] - best["profiled_step_ms"]):
+    if pd.isna(step_saved := second["profiled_step_ms"] - best["profiled_step_ms"]):
         return None
-    mine, theirs = parts_of(best), parts_of(second)
-    shorter = {part: theirs[part] - mine[part] for part in PARTS if not (equal_compute and part == "compute")}
-    largest = sorted(shorter, key=lambda part: -abs(shorter[part]))
-    notable = {part: shorter[part] for part in largest if abs(shorter[part]) >= WORTH_NAMING * sum(shorter.values())}
-    return notable if whole > 0 and max(notable.values(), default=0.0) > 0 else {}
+    faster, slower = parts_of(best), parts_of(second)
+    saved = {part: slower[part] - faster[part] for part in PARTS if not (equal_compute and part == "compute")}
+    largest = sorted(saved, key=lambda part: -abs(saved[part]))
+    notable = {part: saved[part] for part in largest if abs(saved[part]) >= WORTH_NAMING * sum(saved.values())}
+    return notable if step_saved > 0 and max(notable.values(), default=0.0) > 0 else {}
 
 
 def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> Lean | None:
     """Who needs least memory; None if fewer than two peaks are known. `to_fastest`: empty if times are not compared."""
-    known = table.dropna(subset=["peak_bytes"]).sort_values("step_time_ms_median", kind="stable")
-    peaks: dict[str, float] = dict(zip(known["choice"], known["peak_bytes"], strict=True))
+    rows = table.dropna(subset=["peak_bytes"]).sort_values("step_time_ms_median", kind="stable")
+    peaks: dict[str, float] = dict(zip(rows["choice"], rows["peak_bytes"], strict=True))
     if len(peaks) < 2:
         return None
     least = min(peaks.values())

@@ -55,5 +55,5 @@ def work_of(record: Run) -> str | None:
 
 def with_passes(record: Run, passes: dict[int, Run]) -> Run:
     """The record of a choice that ran in these passes, with their rates."""
-    known = {name: [run[name] for run in passes.values() if run[name]] for name in RATES}
-    return record | {name: harmonic_mean(values) for name, values in known.items() if values} | {"passes": passes}
+    rates = {name: [run[name] for run in passes.values() if run[name]] for name in RATES}
+    return record | {name: harmonic_mean(values) for name, values in rates.items() if values} | {"passes": passes}

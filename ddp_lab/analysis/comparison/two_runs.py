@@ -98,8 +98,8 @@ def record_path(trace_dir: Path, run: str) -> Path:
     """
     path = Path(run) if run.endswith(SUFFIX) else trace_dir / f"{run}{SUFFIX}"
     if not path.is_file():
-        there = ", ".join(sorted(other.name.removesuffix(SUFFIX) for other in trace_dir.glob(f"*{SUFFIX}"))) or "none"
-        raise UserError(f"{path}: no such run record; runs in {trace_dir}: {there}")
+        runs = ", ".join(sorted(file.name.removesuffix(SUFFIX) for file in trace_dir.glob(f"*{SUFFIX}"))) or "none"
+        raise UserError(f"{path}: no such run record; runs in {trace_dir}: {runs}")
     return path
 
 
@@ -109,17 +109,17 @@ def both_sides(trace_dir: Path, completed: Iterable[Path], *sides: Sequence[str]
     Raises:
         UserError: there is none.
     """
-    given = [[record_path(trace_dir, run) for run in side] for side in sides]
-    names = [path.name for side in given for path in side]
-    others = [path for path in completed if path.name not in names]
-    if len(others) < (missing := given.count([])):
+    paths = [[record_path(trace_dir, run) for run in side] for side in sides]
+    names = [path.name for side in paths for path in side]
+    candidates = [path for path in completed if path.name not in names]
+    if len(candidates) < (missing := paths.count([])):
         besides = " besides the one given" if names else ""
         raise UserError(
-            f"{trace_dir}: has {len(others)} completed run(s){besides}, and two are compared; train again, or give "
+            f"{trace_dir}: has {len(candidates)} completed run(s){besides}, and two are compared; train again, or give "
             "--baseline and --run"
         )
-    latest = iter(others[len(others) - missing :])
-    return [side or [next(latest)] for side in given]
+    latest = iter(candidates[len(candidates) - missing :])
+    return [side or [next(latest)] for side in paths]
 
 
 def load(path: Path, record: dict[str, Any]) -> Run:

@@ -49,12 +49,12 @@ def audit(timelines: list[RankTimeline], record: dict[str, Any] | None) -> pd.Da
 
 def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
     """Optimizer steps and samples of the run, against its configuration."""
-    config, data = record["config"], record["train_samples"]
-    size = config["global_batch_size"]
-    in_epoch = -(-data // size)
-    steps = min(config["epochs"] * in_epoch, config["max_steps"] or np.inf)
-    whole_epochs, left = divmod(steps, in_epoch)
-    samples = whole_epochs * data + left * size
+    config, epoch_samples = record["config"], record["train_samples"]
+    batch = config["global_batch_size"]
+    steps_per_epoch = -(-epoch_samples // batch)
+    steps = min(config["epochs"] * steps_per_epoch, config["max_steps"] or np.inf)
+    whole_epochs, steps_left = divmod(steps, steps_per_epoch)
+    samples = whole_epochs * epoch_samples + steps_left * batch
     yield "optimizer steps", None, "steps", steps, len(record["train_loss"]), 0, None
     yield "samples trained on", None, "samples", samples, sum(record["step_samples"]), 0, None
     if record["eval"]:
@@ -132,8 +132,8 @@ def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
     `ProfilerStep#n` is optimizer step n, counted from 0, since the profiler starts before the first step.
     """
     samples = dict(enumerate(record["step_samples"]))
-    whole = record["config"]["global_batch_size"]
-    return [number for number in timeline.steps["number"] if samples.get(number) == whole]
+    global_batch = record["config"]["global_batch_size"]
+    return [number for number in timeline.steps["number"] if samples.get(number) == global_batch]
 
 
 def calls_by_step(timeline: RankTimeline, mesh: Mesh | None = None) -> pd.DataFrame:
@@ -157,6 +157,6 @@ def _memory_checks(record: dict[str, Any]) -> Iterator[Check]:
     """What each rank holds at rest, by component."""
     for row in record["memory"]:
         for component in SHARDABLE:
-            expected, held = row[f"expected_{component}_bytes"], row[f"{component}_bytes"]
+            expected, measured = row[f"expected_{component}_bytes"], row[f"{component}_bytes"]
             tolerance = max(MEMORY_TOLERANCE * expected, MEMORY_TOLERANCE_BYTES)
-            yield f"{COMPONENTS[component]} at rest", row["rank"], "bytes", expected, held, tolerance, None
+            yield f"{COMPONENTS[component]} at rest", row["rank"], "bytes", expected, measured, tolerance, None

@@ -44,8 +44,8 @@ def dimension_steps(
     owners = np.append(of_call, "")[owner]
     rows = []
     for name in in_order(mesh, [*of_call, *owners]):
-        own = calls[calls["dimension"] == name]
-        spans = union(own[["start", "end"]].to_numpy(float))
+        along = calls[calls["dimension"] == name]
+        spans = union(along[["start", "end"]].to_numpy(float))
         parts = {
             "running_ms": spans,
             "exposed_while_ms": minus(spans, compute),
@@ -53,7 +53,7 @@ def dimension_steps(
             "exposed_wait_ms": cells[(owners == name) & waits],
         }
         for number, (start, end) in zip(timeline.steps["number"], timeline.windows, strict=True):
-            issued = own[own["step"] == number]
+            issued = along[along["step"] == number]
             rows.append(
                 {
                     "rank": timeline.rank,

@@ -88,7 +88,7 @@ def _split(
     wait_ends = calls["last_arrival"].fillna(calls["start"]).clip(calls["start"], calls["end"])
     messages = message_waits(timeline)
     posted_ahead = (calls["kind"] == MESSAGE).to_numpy()
-    cells, owner = _lay(exposed, spans, wait_ends.to_numpy(float), posted_ahead, messages)
+    cells, owner = _attribute(exposed, spans, wait_ends.to_numpy(float), posted_ahead, messages)
     us = cells[:, 1] - cells[:, 0]
     waits = (owner >= 0) & (cells[:, 1] <= np.append(wait_ends.to_numpy(float), -np.inf)[owner])
     exposed_us, waited_us = (
@@ -125,7 +125,7 @@ def _split(
     return steps[list(COLUMNS["exposure"])], collectives, by_dimension
 
 
-def _lay(
+def _attribute(
     exposed: Intervals,
     calls: Intervals,
     wait_ends: NDArray[np.float64],
@@ -142,14 +142,14 @@ def _lay(
     """
     edges = np.unique(np.concatenate([exposed.ravel(), calls.ravel(), wait_ends, awaited.ravel()]))
     cells = np.column_stack([edges[:-1], edges[1:]])
-    messages, others = np.full((2, len(cells)), -1)
+    messages, collectives = np.full((2, len(cells)), -1)
     for index in range(len(calls) - 1, -1, -1):  # backwards, so that the first issued wins
         first, last = np.searchsorted(edges, calls[index])
-        (messages if posted_ahead[index] else others)[first:last] = index
-    counts_for_message = (others < 0) | (within(cells[:, 0], awaited) & (messages >= 0))
-    owner = np.where(counts_for_message, messages, others)
-    kept = within(cells[:, 0], exposed)
-    return cells[kept], owner[kept]
+        (messages if posted_ahead[index] else collectives)[first:last] = index
+    counts_for_message = (collectives < 0) | (within(cells[:, 0], awaited) & (messages >= 0))
+    owner = np.where(counts_for_message, messages, collectives)
+    is_exposed = within(cells[:, 0], exposed)
+    return cells[is_exposed], owner[is_exposed]
 
 
 def _backward_ends(timeline: RankTimeline) -> dict[int, float]:
@@ -179,10 +179,10 @@ UNSURE = 0.05
 def disagreements(timelines: Sequence[RankTimeline], exposure: Exposure) -> Iterator[str]:
     """A sentence for each way in which the ranks of a complete window do not fit together."""
     steps, calls, clocks = exposure.steps, exposure.collectives, exposure.clocks
-    lasts = steps.groupby("rank")["step_ms"].mean()
-    if lasts.max() > UNLIKE * lasts.min():
+    means = steps.groupby("rank")["step_ms"].mean()
+    if means.max() > UNLIKE * means.min():
         yield (
-            f"steps of rank {lasts.idxmax()} last {lasts.max():.3f} ms, of rank {lasts.idxmin()} {lasts.min():.3f} ms, "
+            f"steps of rank {means.idxmax()} last {means.max():.3f} ms, of rank {means.idxmin()} {means.min():.3f} ms, "
             "though ranks step together: one has its times in another unit, or a wrong clock"
         )
     issued = pd.concat([timeline.collectives[["group", "group_size"]] for timeline in timelines])
@@ -191,9 +191,9 @@ def disagreements(timelines: Sequence[RankTimeline], exposure: Exposure) -> Iter
     unlike = shared[shared["wait_ms"].isna()]
     if len(unlike):
         counts = unlike.groupby("rank").size().reindex(sorted(steps["rank"].unique()), fill_value=0)
-        each = ", ".join(f"{count} of rank {rank}" for rank, count in list(counts.items())[:8])
+        unmatched = ", ".join(f"{count} of rank {rank}" for rank, count in list(counts.items())[:8])
         yield (
-            f"ranks differ in number, kind or size of collectives ({each} have no counterpart), so how long these "
+            f"ranks differ in number, kind or size of collectives ({unmatched} have no counterpart), so how long these "
             "waited, and for whom, is unknown"
         )
     if timelines[0].kind == "cpu":  # a busy machine may take a rank's core for as long as a step, beside any record
@@ -205,7 +205,7 @@ def disagreements(timelines: Sequence[RankTimeline], exposure: Exposure) -> Iter
             f"collectives of rank {ranks} end before the last rank comes to them ({len(early)}), which cannot be: "
             "clocks or times are wrong, and with them waiting and bandwidth"
         )
-    unsure = clocks[clocks["residual_ms"] > UNSURE * lasts.mean()]
+    unsure = clocks[clocks["residual_ms"] > UNSURE * means.mean()]
     for rank, residual in unsure[["rank", "residual_ms"]].to_numpy()[:1]:
         yield (
             f"the clock of rank {rank:.0f} cannot be aligned with the first's: the same collectives end "

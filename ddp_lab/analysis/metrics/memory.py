@@ -11,7 +11,7 @@ COMMUNICATION, OTHER, CACHED, OUTSIDE = "communication", "activations and tempor
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 AMOUNT = r"([\d.]+) ?(bytes|[KMGT]iB)"
 OUT_OF_MEMORY = {
-    "asked": rf"[Tt]ried to allocate {AMOUNT}",
+    "request": rf"[Tt]ried to allocate {AMOUNT}",
     "tensors": rf"{AMOUNT} is allocated by PyTorch",
     CACHED: rf"{AMOUNT} is reserved by PyTorch but unallocated",
     "used": rf"this process has {AMOUNT} memory in use",
@@ -24,10 +24,10 @@ OUT_OF_MEMORY = {
 def memory_row(record: dict[str, Any] | None, rank: int) -> dict[str, Any]:
     """The columns of `summary.csv` on memory, of one rank; NaN if there is no record or it does not say."""
     rows = record.get("memory", []) if record else []
-    held: dict[str, Any] = next((row for row in rows if row["rank"] == rank), {})
-    row = {column: held.get(column) for column in COLUMNS["memory"]}
-    row["model_states_bytes"] = _sum(held, [f"{component}_bytes" for component in COMPONENTS])
-    row["expected_model_states_bytes"] = _sum(held, [f"expected_{component}_bytes" for component in SHARDABLE])
+    figures: dict[str, Any] = next((row for row in rows if row["rank"] == rank), {})
+    row = {column: figures.get(column) for column in COLUMNS["memory"]}
+    row["model_states_bytes"] = _sum(figures, [f"{component}_bytes" for component in COMPONENTS])
+    row["expected_model_states_bytes"] = _sum(figures, [f"expected_{component}_bytes" for component in SHARDABLE])
     return {column: float("nan") if value is None else value for column, value in row.items()}
 
 
@@ -67,22 +67,22 @@ def memory_parts(record: dict[str, Any] | None) -> pd.DataFrame:
         (beside torch's allocator; on a CPU: of the process, beside tensors; NaN if unknown) and limit.
     """
     rows = []
-    for held in record["memory"] if record else []:
-        if timeline := memory_timeline(record, held["rank"]):
-            frame, reserved = timeline[0], held["peak_reserved_bytes"]
+    for row in record["memory"] if record else []:
+        if timeline := memory_timeline(record, row["rank"]):
+            frame, reserved = timeline[0], row["peak_reserved_bytes"]
             peak = frame.iloc[int(frame["total"].to_numpy().argmax())]
             of_torch = peak["total"] if reserved is None else reserved
-            whole = held["peak_rss_bytes"] if reserved is None else held["device_used_bytes"] or float("nan")
-            parts = {CACHED: of_torch - peak["total"], OUTSIDE: whole - of_torch, "limit": held["limit_bytes"]}
-            rows.append({"rank": held["rank"], **peak[[*COMPONENTS, COMMUNICATION, OTHER]], **parts})
+            used = row["peak_rss_bytes"] if reserved is None else row["device_used_bytes"] or float("nan")
+            parts = {CACHED: of_torch - peak["total"], OUTSIDE: used - of_torch, "limit": row["limit_bytes"]}
+            rows.append({"rank": row["rank"], **peak[[*COMPONENTS, COMMUNICATION, OTHER]], **parts})
     return pd.DataFrame(rows, columns=["rank", *COMPONENTS, COMMUNICATION, OTHER, CACHED, OUTSIDE, "limit"])
 
 
 def failed_allocation(record: dict[str, Any] | None) -> dict[str, float]:
     """Of a run that ended out of memory, the figures in bytes that torch gave of `OUT_OF_MEMORY`; empty of others."""
-    said = str(record["ended"].get("message") or "") if record else ""
-    found = {name: re.search(pattern, said) for name, pattern in OUT_OF_MEMORY.items()}
-    return {name: float(match[1]) * UNITS[match[2]] for name, match in found.items() if match and found["asked"]}
+    message = str(record["ended"].get("message") or "") if record else ""
+    matches = {name: re.search(pattern, message) for name, pattern in OUT_OF_MEMORY.items()}
+    return {name: float(match[1]) * UNITS[match[2]] for name, match in matches.items() if match and matches["request"]}
 
 
 def _sum(row: dict[str, Any], names: list[str]) -> int | None:

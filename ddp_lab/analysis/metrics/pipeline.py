@@ -27,17 +27,17 @@ ACTION = ["rank", "pipeline", "sender", "step", "part", "stage", "micro_batch", 
 
 def actions(timeline: RankTimeline) -> pd.DataFrame:
     """What a rank did, in order: `ACTION` without pipeline and sender; part is of `PARTS`, times in us are its own."""
-    found = timeline.phases.join(timeline.phases["name"].str.extract(NAME)).dropna(subset=["kind"])
-    found["part"] = (found["waits"].fillna("") + found["kind"]).map(PARTS)
-    inside = found["start"].between(timeline.steps["start"].iloc[0], timeline.steps["end"].iloc[-1])
-    found = found[found["part"].notna() & inside].reset_index(drop=True)
-    found = found.astype({"stage": int, "micro_batch": int}).assign(step=timeline.step_at(found["start"]))
+    ranges = timeline.phases.join(timeline.phases["name"].str.extract(NAME)).dropna(subset=["kind"])
+    ranges["part"] = (ranges["waits"].fillna("") + ranges["kind"]).map(PARTS)
+    inside = ranges["start"].between(timeline.steps["start"].iloc[0], timeline.steps["end"].iloc[-1])
+    ranges = ranges[ranges["part"].notna() & inside].reset_index(drop=True)
+    ranges = ranges.astype({"stage": int, "micro_batch": int}).assign(step=timeline.step_at(ranges["start"]))
     if timeline.kind == "cuda":
-        found = _on_device(timeline, found[found["part"].isin(PASSES.values())].reset_index(drop=True))
+        ranges = _on_device(timeline, ranges[ranges["part"].isin(PASSES.values())].reset_index(drop=True))
     else:  # a pass begins when it has waited
-        has_waited = ~found["part"].isin(SENDERS) & found["part"].shift(-1).isin(SENDERS)
-        found["start"] = found["start"].where(~has_waited, found["end"].shift(-1))
-    return found.assign(rank=timeline.rank).reindex(columns=ACTION)
+        has_waited = ~ranges["part"].isin(SENDERS) & ranges["part"].shift(-1).isin(SENDERS)
+        ranges["start"] = ranges["start"].where(~has_waited, ranges["end"].shift(-1))
+    return ranges.assign(rank=timeline.rank).reindex(columns=ACTION)
 
 
 def _on_device(timeline: RankTimeline, passes: pd.DataFrame) -> pd.DataFrame:
@@ -48,18 +48,18 @@ def _on_device(timeline: RankTimeline, passes: pd.DataFrame) -> pd.DataFrame:
     of_pass = kernels[inside].groupby(place[inside])
     ran = passes.assign(start=of_pass["start"].min(), end=of_pass["end"].max()).dropna(subset=["start"])
     sent, free, waits = union(timeline.intervals("communication")), ran["end"].cummax().shift(), []
-    for one, before in zip(ran.to_dict("records"), free.fillna(timeline.windows[0, 0]), strict=True):
-        part = {"forward": "wait_activation", "backward_weight": None}.get(one["part"], "wait_gradient")
-        gap = clip(sent, before, one["start"])
+    for row, before in zip(ran.to_dict("records"), free.fillna(timeline.windows[0, 0]), strict=True):
+        part = {"forward": "wait_activation", "backward_weight": None}.get(row["part"], "wait_gradient")
+        gap = clip(sent, before, row["start"])
         if part and len(gap):
-            waits.append(one | {"part": part, "start": before, "end": gap[-1, 1]})
+            waits.append(row | {"part": part, "start": before, "end": gap[-1, 1]})
     return pd.concat([ran, pd.DataFrame(waits, columns=ran.columns)]).sort_values("start", kind="stable")
 
 
 def message_waits(timeline: RankTimeline) -> Intervals:
     """When a rank waited for messages, on its own clock."""
-    found = actions(timeline)
-    return union(found.loc[found["part"].isin(SENDERS), ["start", "end"]].to_numpy(float))
+    table = actions(timeline)
+    return union(table.loc[table["part"].isin(SENDERS), ["start", "end"]].to_numpy(float))
 
 
 def pipelines(timelines: list[RankTimeline], clocks: pd.DataFrame, mesh: Mesh | None) -> pd.DataFrame:
@@ -72,7 +72,7 @@ def pipelines(timelines: list[RankTimeline], clocks: pd.DataFrame, mesh: Mesh | 
     table = pd.concat(map(actions, timelines), ignore_index=True)
     if mesh is None or mesh.get(PIPELINE, 1) == 1 or table.empty:
         return table.iloc[:0]
-    places = {each.rank: str(coordinates(mesh, each.rank) | {PIPELINE: 0}) for each in timelines}
+    places = {timeline.rank: str(coordinates(mesh, timeline.rank) | {PIPELINE: 0}) for timeline in timelines}
     table["pipeline"] = pd.factorize(table["rank"].map(places))[0]
     ahead = table["rank"].map(clocks.set_index("rank")["offset_ms"]) * 1000
     table[["start", "end"]] = table[["start", "end"]].sub(ahead, axis="index")
@@ -94,15 +94,15 @@ def pipeline_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         ran = of_step[of_step["part"].isin(PASSES.values())]
         begin, end = ran["start"].min(), ran["end"].max()
         ideal, ms = 100 * ideal_bubble(of_step), (end - begin) / 1000
-        for rank, own in of_step.groupby("rank"):
-            took = (own["end"].clip(lower=begin) - own["start"].clip(lower=begin)).groupby(own["part"]).sum() / 1000
+        for rank, acts in of_step.groupby("rank"):
+            times = (acts["end"].clip(lower=begin) - acts["start"].clip(lower=begin)).groupby(acts["part"]).sum() / 1000
             row = {"rank": rank, "step": step, "pipeline_ms": ms, "ideal_bubble_pct": ideal}
-            row |= {f"{part}_ms": took.get(part, 0.0) for part in PARTS.values()}
-            row |= {f"{part}_from": own.loc[own["part"] == part, "sender"].max() for part in SENDERS}
+            row |= {f"{part}_ms": times.get(part, 0.0) for part in PARTS.values()}
+            row |= {f"{part}_from": acts.loc[acts["part"] == part, "sender"].max() for part in SENDERS}
             bubble = ms - sum(row[f"{part}_ms"] for part in PASSES.values())
             rows.append(row | {"bubble_ms": bubble, "bubble_pct": 100 * bubble / ms})
-    found = pd.DataFrame(rows, columns=[name for name in COLUMNS["pipeline"] if name != "step_ms"])
-    return found.merge(steps[["rank", "step", "step_ms"]], on=["rank", "step"])[list(COLUMNS["pipeline"])]
+    figures = pd.DataFrame(rows, columns=[name for name in COLUMNS["pipeline"] if name != "step_ms"])
+    return figures.merge(steps[["rank", "step", "step_ms"]], on=["rank", "step"])[list(COLUMNS["pipeline"])]
 
 
 def ideal_bubble(of_step: pd.DataFrame) -> float:

@@ -84,17 +84,17 @@ def residuals(table: pd.DataFrame) -> pd.DataFrame:
 
     A pass in which the whole machine is slower moves a column, and leaves nothing here.
     """
-    whole = table.dropna(axis="columns")
-    if whole.empty:
-        return whole
-    return whole.sub(whole.mean(axis="columns"), axis="index") - whole.mean() + whole.to_numpy().mean()
+    complete = table.dropna(axis="columns")
+    if complete.empty:
+        return complete
+    return complete.sub(complete.mean(axis="columns"), axis="index") - complete.mean() + complete.to_numpy().mean()
 
 
 def spread_beside(table: pd.DataFrame) -> Spread:
     """The spread of `residuals`."""
-    rest = residuals(table)
-    degrees = (rest.shape[0] - 1) * (rest.shape[1] - 1)
-    return Spread(float((rest**2).to_numpy().sum() / degrees), degrees) if degrees > 0 else NO_SPREAD
+    unexplained = residuals(table)
+    degrees = (unexplained.shape[0] - 1) * (unexplained.shape[1] - 1)
+    return Spread(float((unexplained**2).to_numpy().sum() / degrees), degrees) if degrees > 0 else NO_SPREAD
 
 
 def expected_spread(noise: float) -> Spread:
@@ -161,11 +161,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Source: Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6(2),
     1979.
     """
-    given = np.asarray(p_values, dtype=float)
-    order = np.argsort(given, kind="stable")  # NaN last
-    factors = np.count_nonzero(~np.isnan(given)) - np.arange(len(given))
-    corrected = np.empty(len(given))
-    corrected[order] = np.minimum(1.0, np.maximum.accumulate(given[order] * factors))
+    values = np.asarray(p_values, dtype=float)
+    order = np.argsort(values, kind="stable")  # NaN last
+    factors = np.count_nonzero(~np.isnan(values)) - np.arange(len(values))
+    corrected = np.empty(len(values))
+    corrected[order] = np.minimum(1.0, np.maximum.accumulate(values[order] * factors))
     return corrected.tolist()
 
 

@@ -60,6 +60,6 @@ def straggler(exposure: Exposure, ranks: pd.DataFrame) -> str:
     worst = ranks.nlargest(1, "costs_ms").iloc[0]
     calls, steps = _comparable(exposure.collectives), exposure.steps
     waiting = calls[(calls["late_rank"] == worst["rank"]) & (calls["rank"] != worst["rank"])]
-    step_ms, others = steps["step_ms"].mean(), waiting["rank"].nunique()
-    each_ms = worst["costs_ms"] / others if others else 0.0
+    step_ms, waiting_ranks = steps["step_ms"].mean(), waiting["rank"].nunique()
+    each_ms = worst["costs_ms"] / waiting_ranks if waiting_ranks else 0.0
     return say("straggler", worst, each_ms, step_ms, WORTH_NAMING)

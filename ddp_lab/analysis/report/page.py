@@ -54,8 +54,8 @@ def readable(text: str, most: int = LONGEST_TEXT) -> str:
 
 def cell(name: str, value: Any, column: Column) -> dict[str, Any]:
     """A cell of a table: the value as a person reads it, and behind it that of the CSV's column `name`."""
-    kept = readable(value) if isinstance(value, str) else value
-    return {"name": name, "value": "" if pd.isna(kept) else kept, "shown": column.show(kept)}
+    safe = readable(value) if isinstance(value, str) else value
+    return {"name": name, "value": "" if pd.isna(safe) else safe, "shown": column.show(safe)}
 
 
 BLANK = {"name": "", "value": "", "shown": ""}

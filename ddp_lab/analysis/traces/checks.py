@@ -22,14 +22,14 @@ def with_launches(events: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     lost = events["is_unlaunched"].to_numpy()
     if not lost.any():
         return events, []
-    known = events[events["launch"].notna()]
+    launched = events[events["launch"].notna()]
     starts = events.loc[lost, "start"].to_numpy()
-    place = np.searchsorted(known["start"].to_numpy(), starts, side="right") - 1
-    launches = np.append(known["launch"].to_numpy(), np.nan)[place]
+    place = np.searchsorted(launched["start"].to_numpy(), starts, side="right") - 1
+    launches = np.append(launched["launch"].to_numpy(), np.nan)[place]
     mended = events.copy()
     mended.loc[lost, "launch"] = np.where(place < 0, starts, launches)
-    said = f"kernels whose launch is missing ({lost.sum()}) count in the step in which they began to run"
-    return mended, [said]
+    note = f"kernels whose launch is missing ({lost.sum()}) count in the step in which they began to run"
+    return mended, [note]
 
 
 def without_early(events: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -39,14 +39,14 @@ def without_early(events: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     if not count:
         return events, []
     if 2 * count <= events["launch"].notna().sum():
-        said = f"kernels that begin before they were launched are left out ({count}), so busy time lacks theirs"
-        return events[~(by_us > EARLY_US)], [said]
+        note = f"kernels that begin before they were launched are left out ({count}), so busy time lacks theirs"
+        return events[~(by_us > EARLY_US)], [note]
     behind_us, mended = np.nanmax(by_us), events.copy()
     mended.loc[events["stream"] != "", ["start", "end"]] += behind_us
-    said = (
+    note = (
         f"the device's clock is {behind_us / 1000:.3f} ms or more behind the host's: what ran there counts that later"
     )
-    return mended.sort_values("start", kind="stable"), [said]
+    return mended.sort_values("start", kind="stable"), [note]
 
 
 def of_timeline(kernels: pd.DataFrame, steps: pd.DataFrame, operators: pd.DataFrame) -> Iterator[str]:

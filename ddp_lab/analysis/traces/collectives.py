@@ -52,8 +52,8 @@ def groups_of(info: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def shown(name: str, world_size: int) -> str:
     """A group's name as tables show it: `EVERYBODY` in the place of all ranks."""
-    whole = NAMED.fullmatch(name)
-    return EVERYBODY + whole["rest"] if whole and len(ranks_of(name, world_size)) == world_size else name
+    match = NAMED.fullmatch(name)
+    return EVERYBODY + match["rest"] if match and len(ranks_of(name, world_size)) == world_size else name
 
 
 def ranks_of(name: str, world_size: int) -> Ranks:
@@ -65,9 +65,9 @@ def enclosing(moments: pd.DataFrame, events: pd.DataFrame) -> NDArray[np.int64]:
     """For each of `moments` (columns thread, start), the label of the event that had begun last on its thread and was
     still under way; -1 if there is none. Both are in order of start."""
     begun = events.reset_index(names="label")[["thread", "start", "end", "label"]]
-    known = moments[["thread", "start"]].reset_index(drop=True).dropna().astype({"thread": str})
-    known = known.sort_values("start").reset_index(names="place")
-    latest = pd.merge_asof(known, begun, on="start", by="thread").set_index("place")
+    lookups = moments[["thread", "start"]].reset_index(drop=True).dropna().astype({"thread": str})
+    lookups = lookups.sort_values("start").reset_index(names="place")
+    latest = pd.merge_asof(lookups, begun, on="start", by="thread").set_index("place")
     labels = latest["label"].where(latest["end"] >= latest["start"])
     return labels.reindex(range(len(moments))).fillna(-1).to_numpy(dtype=np.int64)
 

@@ -51,8 +51,8 @@ def find_windows(trace_dir: Path) -> list[Window]:
         raise UserError(
             f"{trace_dir}: no trace (*.json or *.json.gz) in this folder; train without --no-profile, and to the end"
         )
-    own = [path for path in paths if OWN_NAME.match(path.name)]  # then other JSON files are not traces
-    return group_by_window(own or paths, trace_dir.resolve().name)
+    named = [path for path in paths if OWN_NAME.match(path.name)]  # then other JSON files are not traces
+    return group_by_window(named or paths, trace_dir.resolve().name)
 
 
 def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
@@ -66,14 +66,14 @@ def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
     groups: dict[tuple[str, int], list[_File]] = defaultdict(list)
     without_steps = []
     for path in paths:
-        named, own = rank_in_path(path), OWN_NAME.match(path.name)
-        said, step = named, None
-        if not own or named is None:
+        named, match = rank_in_path(path), OWN_NAME.match(path.name)
+        rank, step = named, None
+        if not match or named is None:
             with suppress(UserError):  # `read_trace` says what is wrong
-                said, step = peek(path)
-        file = _File(path, (said, named))
-        if own:
-            groups[own["run_id"], int(own["step"])].append(file)
+                rank, step = peek(path)
+        file = _File(path, (rank, named))
+        if match:
+            groups[match["run_id"], int(match["step"])].append(file)
         elif step is None:
             without_steps.append(file)
         else:

@@ -59,10 +59,10 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
     calls = _calls(events, world_size, group)
     waiting, groups = _spans(events, calls)
     around = enclosing(calls, events[events["name"].str.startswith(COMPOSED)])
-    wholes: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    composites: dict[int, list[dict[str, Any]]] = defaultdict(list)
     began = []
     issued: list[Any] = list(calls.itertuples())
-    for call, whole in zip(issued, around, strict=True):
+    for call, composite in zip(issued, around, strict=True):
         spans = _take(call, waiting, groups)
         began.append(max((span.start for span in spans), default=np.nan))
         if not spans:
@@ -80,13 +80,13 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
             call.start,
             "",
         ]
-        wholes[whole if whole >= 0 else call.Index].append(dict(zip(COLUMNS, row, strict=True)))
-    rows = [row for label, parts in wholes.items() for row in _composed(str(events["name"][label]), parts)]
+        composites[composite if composite >= 0 else call.Index].append(dict(zip(COLUMNS, row, strict=True)))
+    rows = [row for label, parts in composites.items() for row in _composed(str(events["name"][label]), parts)]
     # A call that was under way when the trace ended has no span either, but then no later call like it has one.
     latest = calls.assign(began=began).groupby(["kind", "group", "spans"])["began"].transform("max")
     lost = int((np.isnan(began) & (latest > calls["start"])).sum())
-    said = f"collectives that Gloo ran are not in it ({lost}), so others like them have the times of later ones"
-    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES), [said] * bool(lost)
+    note = f"collectives that Gloo ran are not in it ({lost}), so others like them have the times of later ones"
+    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES), [note] * bool(lost)
 
 
 def _calls(events: pd.DataFrame, world_size: int, group: str) -> pd.DataFrame:
@@ -159,15 +159,15 @@ def _on_gloo(kind: str) -> str:
 
 def _take(call: Any, waiting: dict[Any, list[Any]], groups: dict[str, set[str]]) -> list[Any]:
     """The spans of a call, taken out of `waiting`; none if one of them was not recorded."""
-    taken = []
+    matched = []
     for size in call.spans:
         spans = waiting[_on_gloo(call.kind), size]
         fitting = (i for i, span in enumerate(spans) if span.start >= call.start and call.group in groups[span.thread])
         place = next(fitting, None)
         if place is None:
             return []
-        taken.append(spans.pop(place))
-    return taken
+        matched.append(spans.pop(place))
+    return matched
 
 
 def _composed(name: str, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:

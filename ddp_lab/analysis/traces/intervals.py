@@ -28,8 +28,8 @@ def minus(first: Intervals, second: Intervals) -> Intervals:
     """The moments of `first` that are not in `second`; both disjoint and in order, as `union` makes them."""
     edges = np.unique(np.concatenate([first.ravel(), second.ravel()]))
     begins, ends = edges[:-1], edges[1:]
-    kept = within(begins, first) & ~within(begins, second)
-    return union(np.column_stack([begins[kept], ends[kept]]))
+    remains = within(begins, first) & ~within(begins, second)
+    return union(np.column_stack([begins[remains], ends[remains]]))
 
 
 def within(moments: NDArray[np.float64], intervals: Intervals) -> NDArray[np.bool_]:

@@ -64,13 +64,13 @@ def _arrivals(calls: pd.DataFrame) -> pd.DataFrame:
     place = calls.groupby(KEY)
     last = place["start"].transform("max")
     late_rank = calls["rank"].loc[place["start"].transform("idxmax")].set_axis(calls.index)
-    others = calls["start"].where(calls["rank"] != late_rank).groupby([calls[name] for name in KEY]).transform("median")
+    median = calls["start"].where(calls["rank"] != late_rank).groupby([calls[name] for name in KEY]).transform("median")
     is_shared = place["rank"].transform("size") > 1  # a rank alone is not late
     return pd.DataFrame(
         {
             "last_arrival": last,
             "late_rank": late_rank.where(is_shared).astype("Int64"),
-            "lateness": last - others,
+            "lateness": last - median,
             "done_after": place["end"].transform("max") - last,
         }
     )
@@ -93,12 +93,12 @@ def clock_offsets(calls: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
     clocks = {ranks[0]: (0.0, 0.0)}
     while len(clocks) < len(ranks):
         pairs = often.loc[list(clocks), [rank for rank in ranks if rank not in clocks]].stack()
-        known, rank = pairs.index[int(pairs.to_numpy().argmax())]
-        apart = (ends[rank] - ends[known]).dropna() / 1000
+        aligned, rank = pairs.index[int(pairs.to_numpy().argmax())]
+        apart = (ends[rank] - ends[aligned]).dropna() / 1000
         offset = apart.median() if len(apart) >= ENOUGH_ENDS else 0.0
         if abs(offset) <= 3 * (apart - offset).abs().median():  # within the usual scatter of ends
             offset = 0.0
         residual = (apart - offset).abs().median() if len(apart) >= ENOUGH_ENDS else np.nan
-        clocks[rank] = (clocks[known][0] + offset, residual)
+        clocks[rank] = (clocks[aligned][0] + offset, residual)
     rows = [(rank, *clocks[rank]) for rank in ranks]
     return pd.DataFrame(rows, columns=["rank", "offset_ms", "residual_ms"])

@@ -51,7 +51,7 @@ def device_collectives(
     described = {
         operator: args
         for args in events.loc[events["name"] == "record_param_comms", "args"]
-        if isinstance(args, dict) and "Collective name" in args and (operator := _whole(args, "External id")) >= 0
+        if isinstance(args, dict) and "Collective name" in args and (operator := _integer(args, "External id")) >= 0
     }
     groups, group = {name: str(ranks) for name, ranks in groups_of(info)}, only_group(info)
     kernels = kernels[kernels["name"].str.match(COLLECTIVE_KERNEL)]
@@ -65,7 +65,7 @@ def device_collectives(
     ran: list[Any] = list(kernels.itertuples())
     for number, (kernel, call, span) in enumerate(zip(ran, operators, spans, strict=True)):
         args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
-        issuer = _whole(args, "External id")
+        issuer = _integer(args, "External id")
         key = issuer if issuer in described else -1 - number
         if key in rows:
             rows[key][2] = max(rows[key][2], kernel.end)
@@ -73,7 +73,7 @@ def device_collectives(
         args = {**described.get(issuer, {}), **args}
         name = names[call if call >= 0 else span if span >= 0 else kernel.Index]
         kind = _kind(str(args.get("Collective name") or name))
-        size = max(_whole(args, "Group size"), 0) or np.nan
+        size = max(_integer(args, "Group size"), 0) or np.nan
         payload, dtype = _payload(args, kind, size, events["args"][call] if call >= 0 else None)
         rows[key] = [
             kind,
@@ -109,7 +109,7 @@ def _payload(args: dict[str, Any], kind: str, group_size: float, call_args: Any)
         call_args: Of the `c10d::` operator. It counts if the others have no sizes.
     """
     dtype = str(args.get("dtype", "")).lower()
-    parts = [_whole(args, f"{way} msg nelems") for way in ("In", "Out")]
+    parts = [_integer(args, f"{way} msg nelems") for way in ("In", "Out")]
     if max(parts) < 0:
         dtype = dtype_of(call_args)
         parts = [sum(tensor_sizes(call_args, position)) for position in (0, 1)]
@@ -121,7 +121,7 @@ def _payload(args: dict[str, Any], kind: str, group_size: float, call_args: Any)
     return elements * ITEM_BYTES.get(dtype, np.nan), dtype if dtype in ITEM_BYTES else ""
 
 
-def _whole(args: dict[str, Any], name: str) -> int:
+def _integer(args: dict[str, Any], name: str) -> int:
     """A whole number among an event's arguments; -1 if it is missing or not a whole number."""
     value = args.get(name)
     return value if isinstance(value, int) else -1

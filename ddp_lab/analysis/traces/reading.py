@@ -143,8 +143,8 @@ def peek(path: Path) -> tuple[int | None, int | None]:
         UserError: the file cannot be read.
     """
     data = json_bytes(path)
-    found = _decoded(data, _Info)  # None if the file is broken; `parse_trace` says how
-    rank = found.distributedInfo.get("rank") if found and isinstance(found.distributedInfo, dict) else None
+    header = _decoded(data, _Info)  # None if the file is broken; `parse_trace` says how
+    rank = header.distributedInfo.get("rank") if header and isinstance(header.distributedInfo, dict) else None
     steps = [int(number) for number in STEP_NAME.findall(data)]
     return (rank if type(rank) is int and rank >= 0 else None), min(steps, default=None)
 
@@ -186,27 +186,27 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, NDArray[np.float64], lis
     """Of a `RankTrace` the events, what is unseen and the notes."""
     complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
     on_device = any(event.cat in DEVICE_CATEGORIES for event in complete)
-    kept: list[_Event] = []
+    relevant: list[_Event] = []
     launched: dict[int, _Event] = {}  # one graph launch may have launched many kernels
     for event in complete:
         event.name = _clean(str(event.name))
         if event.cat in DEVICE_CATEGORIES or event.cat == "user_annotation":
-            kept.append(event)
+            relevant.append(event)
         elif event.cat.endswith(LAUNCH_CATEGORIES) and (link := _device_arguments(event).correlation) is not None:
             launched[link] = event
         elif event.cat == "cpu_op" and (not on_device or COLLECTIVE_NAME.match(event.name)):
-            kept.append(event)
-    first, seen, rows = min(launched, default=0), set(), []
-    for event in kept:
-        of = _device_arguments(event) if event.cat in DEVICE_CATEGORIES else None
-        by = launched.get(of.correlation) if of else None
-        launch = (by.ts, f"{by.pid} {by.tid}") if by else (None, None)
-        is_unlaunched = of is not None and (of.correlation is None or of.correlation >= first)
+            relevant.append(event)
+    first, linked, rows = min(launched, default=0), set(), []
+    for event in relevant:
+        device = _device_arguments(event) if event.cat in DEVICE_CATEGORIES else None
+        call = launched.get(device.correlation) if device else None
+        launch = (call.ts, f"{call.pid} {call.tid}") if call else (None, None)
+        is_unlaunched = device is not None and (device.correlation is None or device.correlation >= first)
         args = _arguments(event) if COLLECTIVE_NAME.match(event.name) else None
-        thread, stream = f"{event.pid} {event.tid}", _clean(str(of.stream)) if of else ""
+        thread, stream = f"{event.pid} {event.tid}", _clean(str(device.stream)) if device else ""
         rows.append((event.cat, event.name, thread, event.ts, event.dur, stream, *launch, is_unlaunched, args))
-        seen.add(of.correlation if of else None)
-    unseen = [by.ts for link, by in launched.items() if link not in seen and "LaunchKernel" in by.name]
+        linked.add(device.correlation if device else None)
+    unseen = [call.ts for link, call in launched.items() if link not in linked and "LaunchKernel" in call.name]
     names = ["cat", "name", "thread", "start", "end", "stream", "launch", "launcher", "is_unlaunched", "args"]
     frame = pd.DataFrame(rows, columns=names)
     for column in ("start", "end", "launch"):
@@ -219,8 +219,8 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, NDArray[np.float64], lis
     frame["end"] += frame["start"]
     usable = np.isfinite(frame["start"]) & np.isfinite(frame["end"]) & ~negative
     notes = [
-        f"events {what} are left out ({count}), so what they lasted is in no figure"
-        for what, count in (("of negative duration", negative.sum()), ("without a time", (~usable & ~negative).sum()))
+        f"events {defect} are left out ({count}), so what they lasted is in no figure"
+        for defect, count in (("of negative duration", negative.sum()), ("without a time", (~usable & ~negative).sum()))
         if count
     ]
     return (
@@ -243,15 +243,15 @@ def _numbers(values: Iterable[Any]) -> "pd.Series[float]":
 
 
 def _device_arguments(event: _Event) -> _DeviceArguments:
-    found = _decoded(event.args, _DeviceArguments) or _DeviceArguments()
-    if type(found.correlation) is not int or found.correlation < 0:
-        found.correlation = None
-    return found
+    arguments = _decoded(event.args, _DeviceArguments) or _DeviceArguments()
+    if type(arguments.correlation) is not int or arguments.correlation < 0:
+        arguments.correlation = None
+    return arguments
 
 
 def _arguments(event: _Event) -> dict[str, Any] | None:
-    found = _decoded(event.args, dict)
-    return found and {name: _clean(value) if isinstance(value, str) else value for name, value in found.items()}
+    arguments = _decoded(event.args, dict)
+    return arguments and {name: _clean(value) if isinstance(value, str) else value for name, value in arguments.items()}
 
 
 def _decoded(data: bytes | bytearray | msgspec.Raw, kind: type[Decoded]) -> Decoded | None:

@@ -105,9 +105,9 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     steps = profiler_steps(trace.events, path)
     notes = [*trace.notes]
     events = trace.events
-    for mended in (lambda found: without_absurd(found, steps), with_launches, without_early):
-        events, said = mended(events)
-        notes += said
+    for repair in (lambda table: without_absurd(table, steps), with_launches, without_early):
+        events, sentences = repair(events)
+        notes += sentences
     profiled = steps
     if not include_last_step and len(steps) > 1:
         steps = steps.iloc[:-1]
@@ -127,8 +127,8 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     if unseen := int(((trace.unseen >= begin) & (trace.unseen <= end)).sum()):
         notes.append(f"kernels that were launched are not in it ({unseen}), so busy time lacks theirs")
     running = (kernels["start"] < last) & (kernels["end"] > begin)
-    collectives, said = gloo_collectives(events, world_size or 0, only_group(info))
-    notes += said
+    collectives, sentences = gloo_collectives(events, world_size or 0, only_group(info))
+    notes += sentences
     if kind == "cuda":
         on_streams = device_collectives(events[on_device], events, info, world_size or 0)
         collectives = pd.concat([collectives, on_streams], ignore_index=True)
@@ -165,8 +165,8 @@ def without_absurd(events: pd.DataFrame, steps: pd.DataFrame) -> tuple[pd.DataFr
     is_sensible = is_near & (events["end"] - events["start"] <= far)
     is_odd = (events["launch"] - first).abs() > far
     events = events.assign(launch=events["launch"].mask(is_odd), is_unlaunched=events["is_unlaunched"] | is_odd)
-    said = f"events far from its steps, or much longer, are left out of all figures ({(~is_sensible).sum()})"
-    return events[is_sensible], [said] if not is_sensible.all() else []
+    note = f"events far from its steps, or much longer, are left out of all figures ({(~is_sensible).sum()})"
+    return events[is_sensible], [note] if not is_sensible.all() else []
 
 
 def device_kernels(device: pd.DataFrame) -> pd.DataFrame:
@@ -206,19 +206,19 @@ def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
     Raises:
         UserError: there are none, or their times are impossible.
     """
-    found = events[(events["cat"] == "user_annotation") & events["name"].str.fullmatch(STEP_NAME)].copy()
-    if found.empty:
+    steps = events[(events["cat"] == "user_annotation") & events["name"].str.fullmatch(STEP_NAME)].copy()
+    if steps.empty:
         raise UserError(f"{path}: no {STEP_PREFIX} in it; call profiler.step() after each optimizer step")
-    found["number"] = found["name"].str.removeprefix(STEP_PREFIX).astype(int)
-    found = found.sort_values("number", kind="stable")
-    found = found[found["thread"] == found["thread"].value_counts(sort=False).idxmax()]
-    ends, starts = found["end"].to_numpy()[:-1], found["start"].to_numpy()[1:]
+    steps["number"] = steps["name"].str.removeprefix(STEP_PREFIX).astype(int)
+    steps = steps.sort_values("number", kind="stable")
+    steps = steps[steps["thread"] == steps["thread"].value_counts(sort=False).idxmax()]
+    ends, starts = steps["end"].to_numpy()[:-1], steps["start"].to_numpy()[1:]
     for index in np.flatnonzero(starts < ends - CLOCK_STEP_US):
-        first, second = found["number"].iloc[index], found["number"].iloc[index + 1]
+        first, second = steps["number"].iloc[index], steps["number"].iloc[index + 1]
         raise UserError(f"{path}: step {second} begins before step {first} has ended; its clock went back")
-    if (endless := found[found["end"] - found["start"] > LONGEST_STEP_US]).size:
+    if (endless := steps[steps["end"] - steps["start"] > LONGEST_STEP_US]).size:
         raise UserError(f"{path}: step {endless['number'].iloc[0]} lasts longer than a day; its clock is broken")
-    return found[["number", "start", "end", "thread"]]
+    return steps[["number", "start", "end", "thread"]]
 
 
 def device_windows(kernels: pd.DataFrame, bounds: Intervals) -> Intervals:
@@ -233,11 +233,11 @@ def device_windows(kernels: pd.DataFrame, bounds: Intervals) -> Intervals:
         kernels: Columns stream, start, end, launch.
         bounds: The host's steps, in order.
     """
-    own = kernels["launch"].between(bounds[0, 0], bounds[-1, 1])
-    place = np.searchsorted(bounds[:, 0], kernels.loc[own, "launch"].to_numpy(float), side="right") - 1
+    is_issued = kernels["launch"].between(bounds[0, 0], bounds[-1, 1])
+    place = np.searchsorted(bounds[:, 0], kernels.loc[is_issued, "launch"].to_numpy(float), side="right") - 1
     ends = np.full(len(bounds), -np.inf)
-    np.maximum.at(ends, place, kernels.loc[own, "end"].to_numpy(float))
-    first = kernels["stream"].map(kernels[own].groupby("stream")["start"].min())
+    np.maximum.at(ends, place, kernels.loc[is_issued, "end"].to_numpy(float))
+    first = kernels["stream"].map(kernels[is_issued].groupby("stream")["start"].min())
     earlier = (kernels["launch"] < bounds[0, 0]) | (kernels["launch"].isna() & (kernels["start"] < first))
     begin = max(bounds[0, 0], kernels.loc[earlier, "end"].max()) if earlier.any() else bounds[0, 0]
     edges = np.maximum.accumulate([begin, *ends])

@@ -46,12 +46,12 @@ def axis_end(values: Iterable[float], most: float = 0.75) -> float:
     These are above `OUTLIER` times the value that the share `most` of all does not exceed (of few, the next below).
     Zeros and unknown values do not count; without any other, it is 1.
     """
-    known = np.sort(np.fromiter(values, float))
-    known = known[known > 0]
-    if not len(known):
+    ordered = np.sort(np.fromiter(values, float))
+    ordered = ordered[ordered > 0]
+    if not len(ordered):
         return 1.0
-    usual = known[known <= OUTLIER * known[int(most * (len(known) - 1))]]
-    return float(known[-1] if len(usual) == len(known) else 1.25 * usual[-1])
+    usual = ordered[ordered <= OUTLIER * ordered[int(most * (len(ordered) - 1))]]
+    return float(ordered[-1] if len(usual) == len(ordered) else 1.25 * usual[-1])
 
 
 def clip_bars(figure: go.Figure, ends: Mapping[str, float], texts: Iterable[str], room: float = 1.0) -> float:

@@ -42,9 +42,9 @@ def with_named_streams(timeline: RankTimeline, mesh: Mesh | None) -> RankTimelin
     kinds = [label(*of) for of in zip(calls["kind"], calls["made_of"], strict=True)]
     names = dimensions(calls["group"], mesh) if mesh else calls["group"]
     if timeline.kind == "cpu" and len(calls):
-        whole = calls.assign(lane="communication", stream=names if mesh else kinds, name=kinds, launch=calls["issued"])
-        others = kernels[kernels["lane"] != "communication"]
-        return replace(timeline, kernels=pd.concat([others, whole[others.columns]], ignore_index=True))
+        spans = calls.assign(lane="communication", stream=names if mesh else kinds, name=kinds, launch=calls["issued"])
+        without_spans = kernels[kernels["lane"] != "communication"]
+        return replace(timeline, kernels=pd.concat([without_spans, spans[without_spans.columns]], ignore_index=True))
     of_stream = names.groupby(calls["stream"].str.removeprefix("stream ")).agg(lambda names: names.mode().iloc[0])
     named = kernels["stream"].map(of_stream.to_dict()).fillna("")
     has_name = (kernels["lane"] == "communication") & ((named != "") | (mesh is not None))
@@ -118,6 +118,6 @@ def lane_kernels(timeline: RankTimeline, start: float, end: float, most: int) ->
 
 def merged(intervals: Intervals, gap: float, most: int) -> Intervals:
     """At most `most` intervals that cover `intervals`: gaps below `gap` are closed, and larger ones if needed."""
-    while len(found := bridge(intervals, gap)) > most:
+    while len(bridged := bridge(intervals, gap)) > most:
         gap *= 2
-    return found
+    return bridged

@@ -61,8 +61,8 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None
                     lanes[place] = f"{name or 'other'} {label}" if mesh else name
                 single = calls[calls["single"]]
                 if lane != "compute":  # the other compute kernels are in the main lane
-                    rest = merged(calls.loc[~calls["single"], ["start", "end"]].to_numpy(float), gap, most // 8)
-                    bars.append(merged_bars(rest - start, place, PARTS_OF_LANES[lane], f"shorter {label}"))
+                    short = merged(calls.loc[~calls["single"], ["start", "end"]].to_numpy(float), gap, most // 8)
+                    bars.append(merged_bars(short - start, place, PARTS_OF_LANES[lane], f"shorter {label}"))
                 edge = np.where(single["length"] > (end - start) / 500, "var(--paper)", "")
                 part = phase_of(timeline, single["start"].to_numpy()) if lane == "compute" else PARTS_OF_LANES[lane]
                 text, about = single["name"].map(literal), literal(f"stream {stream}")
@@ -79,7 +79,7 @@ def lanes_by_choice_figure(traced: Mapping[str, Traced]) -> go.Figure:
     """
     bars: list[pd.DataFrame] = []
     lanes: dict[str, str] = {}
-    shown = [(kept.timeline, kept.step) for kept in traced.values()]
+    shown = [(run.timeline, run.step) for run in traced.values()]
     gap = gap_to_close(shown)
     for choice, (timeline, step) in zip(traced, shown, strict=True):
         start, end = bounds(timeline, step)
@@ -89,7 +89,7 @@ def lanes_by_choice_figure(traced: Mapping[str, Traced]) -> go.Figure:
         sent = merged(clip(timeline.intervals("communication"), start, end), gap, MOST_INTERVALS // len(traced))
         bars.append(merged_bars(sent - start, below, "communication", LANE_NAMES["communication"]))
     return drawn_lanes(
-        pd.concat(bars), lanes, {choice: np.ptp(bounds(*each)) for choice, each in zip(traced, shown, strict=True)}
+        pd.concat(bars), lanes, {choice: np.ptp(bounds(*lane)) for choice, lane in zip(traced, shown, strict=True)}
     )
 
 

@@ -25,12 +25,12 @@ def memory_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
     figure = go.Figure(bars(names, peak, "peak in a step", MEMORY_COLOURS["peak"], hovertemplate=hover))
     begin = peak * 0
     for component, label in COMPONENTS.items():
-        held = table[f"{component}_bytes"] * MIB
-        if held.max() >= 0.1:  # most models have almost no buffers
+        at_rest = table[f"{component}_bytes"] * MIB
+        if at_rest.max() >= 0.1:  # most models have almost no buffers
             hover = f"%{{y}}: {label} at rest %{{customdata:.2f}} MiB<extra></extra>"  # x is where the bar ends
             colour = MEMORY_COLOURS[component]
-            figure.add_trace(bars(names, held, label, colour, base=begin, customdata=held, hovertemplate=hover))
-        begin = begin + held
+            figure.add_trace(bars(names, at_rest, label, colour, base=begin, customdata=at_rest, hovertemplate=hover))
+        begin = begin + at_rest
     figure.add_scatter(
         x=expected,
         y=names,
@@ -40,7 +40,7 @@ def memory_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
         hovertemplate="%{y}: %{x:.2f} MiB at rest by the formula<extra></extra>",
     )
     ends = pd.concat([peak, expected], axis="columns").max(axis="columns")
-    texts = [f"{rest:,.1f} MiB, peak {most:,.1f} MiB" for rest, most in zip(begin, peak, strict=True)]
+    texts = [f"{states:,.1f} MiB, peak {most:,.1f} MiB" for states, most in zip(begin, peak, strict=True)]
     end = clip_bars(
         figure, dict(zip(names, ends, strict=True)), texts, room=1.55
     )  # printed, texts are as wide as half a bar
@@ -81,8 +81,8 @@ def bars(y: Iterable[str], x: Iterable[float], name: str, colour: str, **more: A
 
 def memory_timeline_figure(record: dict[str, Any] | None, summary: pd.DataFrame) -> go.Figure | None:
     """Memory over the recorded step, a panel a rank; None if no rank has a timeline."""
-    found = [(row, memory_timeline(record, row["rank"])) for row in summary.to_dict("records")]
-    panels = [(row, timeline) for row, timeline in found if timeline]
+    timelines = [(row, memory_timeline(record, row["rank"])) for row in summary.to_dict("records")]
+    panels = [(row, timeline) for row, timeline in timelines if timeline]
     if not panels:
         return None
     figure = make_subplots(

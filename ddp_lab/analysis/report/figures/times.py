@@ -37,8 +37,8 @@ def parts_figure(table: pd.DataFrame) -> go.Figure:
             )
     figure.update_layout(barmode="stack", height=130 + BAR_HEIGHT_PX * len(table))
     figure.update_xaxes(title="ms a step, under the profiler")
-    whole = table[[column for column in PARTS if column in table]].sum(axis="columns")
-    clip_bars(figure, dict(zip(names, whole, strict=True)), [f"{ms:,.0f} ms" for ms in whole])
+    totals = table[[column for column in PARTS if column in table]].sum(axis="columns")
+    clip_bars(figure, dict(zip(names, totals, strict=True)), [f"{ms:,.0f} ms" for ms in totals])
     figure.update_yaxes(autorange="reversed")
     return styled(figure)
 

@@ -129,7 +129,7 @@ def comparison_page(compared: Compared, linked: Collection[str] = (), docs: str 
         say("no_result", compared.failed),
         say("not_traced", compared.incomplete),
         *compared.unsteady,
-        *audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()}),
+        *audit_lines({choice: run.failed_checks for choice, run in compared.traced.items()}),
     ]
     warnings = [compared.unfinished, banner(compared.differences, "strategy")]
     return render(
@@ -194,7 +194,7 @@ def figures(table: pd.DataFrame) -> tuple[dict[str, Any], dict[str, Any]]:
             figure = cell("", f"{label}, {column.unit}" if column.unit else label, FIGURE)
             values = [cell(name, row[name], column) for row in rows]
             is_alike = len(rows) > 1 and len({value["value"] for value in values}) == 1
-            kept, shown = (alike, values[:1]) if is_alike else (differ, values)
-            kept.append([figure | {"meaning": f"{column.meaning} ({name} in compare.csv)"}, *shown])
+            section, shown = (alike, values[:1]) if is_alike else (differ, values)
+            section.append([figure | {"meaning": f"{column.meaning} ({name} in compare.csv)"}, *shown])
     choices = [Column(row["choice"], "", "") for row in rows]
     return titled("all", [FIGURE, *choices], differ), titled("alike", [FIGURE, VALUE], alike)

@@ -25,11 +25,11 @@ def labels(record: dict[str, Any] | None) -> list[str]:
     return lines + [f"{record['choice']}: {note}." for note in record.get("notes", [])]
 
 
-def banner(differences: Sequence[Difference], what: str) -> str:
-    """A warning if the runs differ in more than `what`; else empty."""
+def banner(differences: Sequence[Difference], subject: str) -> str:
+    """A warning if the runs differ in more than `subject`; else empty."""
     if not differences:
         return ""
-    return say("banner", differences, affected(differences), what)
+    return say("banner", differences, affected(differences), subject)
 
 
 def audit_lines(failed_checks: Mapping[str, Sequence[str]]) -> list[str]:

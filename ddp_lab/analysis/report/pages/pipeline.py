@@ -42,8 +42,8 @@ def pipeline_figure(of_step: pd.DataFrame) -> go.Figure:
     shown.loc[waits, "part"] = "bubble"
     bars = [shown[shown["end"] > shown["start"]]]
     for lane, of_lane in bars[0].groupby("lane"):
-        rest = minus(np.array([[0.0, length]]), union(of_lane[["start", "end"]].to_numpy(float)))
-        bubble = pd.DataFrame(rest, columns=["start", "end"])
+        gaps = minus(np.array([[0.0, length]]), union(of_lane[["start", "end"]].to_numpy(float)))
+        bubble = pd.DataFrame(gaps, columns=["start", "end"])
         bars.append(bubble.assign(lane=lane, part="bubble", text="bubble", about="", edge=""))
     lanes = {lane: lane for lane in shown.sort_values(["pipeline", "rank"])["lane"]}
     return drawn_lanes(pd.concat(bars), lanes, dict.fromkeys(lanes, length)).update_xaxes(
