@@ -51,16 +51,16 @@ project's strategies call."""
 BROADCASTER = 0
 
 
-def own_part(whole: Tensor, ranks: Ranks) -> Tensor:
-    return whole.chunk(ranks.world_size)[ranks.rank]
+def part_of_rank(tensor: Tensor, ranks: Ranks) -> Tensor:
+    return tensor.chunk(ranks.world_size)[ranks.rank]
 
 
 RESULTS: dict[str, Callable[[Iterable[Tensor], Ranks], Tensor]] = {
     "all_reduce": lambda sent, ranks: sum(sent, torch.tensor(0)),
     "all_gather": lambda sent, ranks: torch.cat(list(sent)),
-    "reduce_scatter": lambda sent, ranks: own_part(sum(sent, torch.tensor(0)), ranks),
+    "reduce_scatter": lambda sent, ranks: part_of_rank(sum(sent, torch.tensor(0)), ranks),
     "broadcast": lambda sent, ranks: next(itertools.islice(sent, BROADCASTER, None)),
-    "all_to_all": lambda sent, ranks: torch.cat([own_part(whole, ranks) for whole in sent]),
+    "all_to_all": lambda sent, ranks: torch.cat([part_of_rank(tensor, ranks) for tensor in sent]),
 }
 """What a rank must receive of what all send, in the order of ranks."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -143,8 +143,8 @@ class Call:
         full = torch.zeros(count, dtype=dtype, device=ranks.device)
         part = full.chunk(ranks.world_size)[ranks.rank]
         self.sent = part if self.name == "all_gather" else full
-        apart = {"reduce_scatter": part, "all_to_all": full}  # the others work in place
-        self.received = torch.zeros_like(apart[self.name]) if self.name in apart else full
+        outputs = {"reduce_scatter": part, "all_to_all": full}  # the others work in place
+        self.received = torch.zeros_like(outputs[self.name]) if self.name in outputs else full
 
     def run(self) -> None:
         self.issue(self.received, self.sent)

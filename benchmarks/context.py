@@ -60,8 +60,8 @@ def measured(heads: int, tokens: int, rounds: int, ranks: Ranks) -> pd.DataFrame
         return lambda q, k, v: context.attend(q, k, v, None, FEATURES**-0.5, 0.0)
 
     steps = {way: steps_of(cut(way), heads, tokens // size, ranks.device) for way in CONTEXT_PARALLEL}
-    whole = steps_of(partial(scaled_dot_product_attention, is_causal=True), heads, tokens, ranks.device)
-    times = time_rounds({WHOLE: whole, **steps}, rounds, ranks)
+    uncut = steps_of(partial(scaled_dot_product_attention, is_causal=True), heads, tokens, ranks.device)
+    times = time_rounds({WHOLE: uncut, **steps}, rounds, ranks)
     ideal, ways = times[WHOLE] / size, times.drop(columns=WHOLE)
     table = quartiles(100 * ways.rdiv(ideal, axis="index"), "percent")
     table = table.assign(ms_median=ways.median(), ideal_ms_median=ideal.median(), ranks=size)

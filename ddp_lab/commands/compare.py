@@ -18,7 +18,7 @@ from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.mesh import LEGACY_NCCL
 from ddp_lab.sweep.done import latest_sweep, unfinished
-from ddp_lab.sweep.meshes import place
+from ddp_lab.sweep.meshes import sort_key
 from ddp_lab.untrusted import add_limit
 
 WORSE_THAN_ALLOWED = 3
@@ -28,12 +28,12 @@ LABEL = re.compile(rf"[^@]+(@[a-z]+\d+(-[a-z]+\d*)*)?(@{LEGACY_NCCL})?")
 
 def main(arguments: Sequence[str]) -> int:
     parser = build_parser()
-    options, more = parser.parse_known_args(arguments)
-    if more:
+    options, extra = parser.parse_known_args(arguments)
+    if extra:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        several = f"{more[0]}: takes one folder (its latest two runs); for several strategies: ddp-lab compare sharding"
-        parser.error(unknown_name("argument", more[0], flags) if more[0].startswith("-") else several)
-    if options.what in FAMILIES:
+        usage = f"{extra[0]}: takes one folder (its latest two runs); for several strategies: ddp-lab compare sharding"
+        parser.error(unknown_name("argument", extra[0], flags) if extra[0].startswith("-") else usage)
+    if options.target in FAMILIES:
         for flag in ("baseline", "run", "fail_above"):
             if getattr(options, flag) is not None:
                 parser.error(
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser("ddp-lab compare", description=__doc__)
     parser.add_argument(
-        "what",
+        "target",
         metavar="FAMILY|FOLDER",
         help="ddp, sharding or parallel: all runs of main_ddp.py, main_shard.py or main_parallel.py; or "
         "profile/<choice>: two runs in it",
@@ -87,14 +87,14 @@ def of_family(options: argparse.Namespace) -> int:
     """Compare the latest runs of all choices, with all passes of the latest sweep."""
     from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake
 
-    family = FAMILIES[options.what]
+    family = FAMILIES[options.target]
     root = options.output_dir or Path()
-    trained, (sweep, finished) = trained_labels(root / "profile", family), latest_sweep(root, options.what)
+    trained, (sweep, finished) = trained_labels(root / "profile", family), latest_sweep(root, options.target)
     foreign = [
-        label for other in FAMILIES.values() if other is not family for label in trained_labels(root / "profile", other)
+        label for peer in FAMILIES.values() if peer is not family for label in trained_labels(root / "profile", peer)
     ]
     if left_out := [label for label in foreign if label not in trained]:
-        print(f"left out, since they are of other families than {options.what}: {', '.join(left_out)}", flush=True)
+        print(f"left out, since they are of other families than {options.target}: {', '.join(left_out)}", flush=True)
     failed: list[str] = []
     page = report_on_choices(
         root, family.report_root, trained, failed, options.allow_different, finished, unfinished(sweep, finished)
@@ -104,19 +104,19 @@ def of_family(options: argparse.Namespace) -> int:
 
 
 def trained_labels(profile: Path, family: Family) -> list[str]:
-    """The labels of a family's runs that have folders, in the order of `ddp_lab.sweep.meshes.place`."""
+    """The labels of a family's runs that have folders, in the order of `ddp_lab.sweep.meshes.sort_key`."""
     folders = [path.name for path in profile.iterdir() if path.is_dir()] if profile.is_dir() else []
     choices = list(family.registry.sentences)
     labels = [label for label in folders if LABEL.fullmatch(label) and split_label(label)[0] in choices]
     return sorted(
         (label for label in labels if report_root_of(label) == family.report_root),
-        key=lambda label: place(label, choices),
+        key=lambda label: sort_key(label, choices),
     )
 
 
 def of_choice(options: argparse.Namespace) -> int:
     """Compare two runs of a choice; fail if the later one is worse than `--fail-above` allows."""
-    trace_dir = Path(options.what)
+    trace_dir = Path(options.target)
     if not trace_dir.is_dir():
         suggestion = "profile" / trace_dir if ("profile" / trace_dir).is_dir() else "profile/<choice>"
         raise UserError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or {suggestion}")

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 
 from ddp_lab.strategy.exchange import Exchange
 
-Known = TypeVar("Known")
+Record = TypeVar("Record")
 
 
 class Stream(ABC):
@@ -113,23 +113,23 @@ def pretended_streams(streams: Streams) -> Iterator[None]:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-class Storages(dict[int, Known], Generic[Known]):
+class Storages(dict[int, Record], Generic[Record]):
     """What is known of storages until they are freed, by `UntypedStorage._cdata`.
 
     Args:
         on_freed: Called with what was known of one, when it is freed.
     """
 
-    def __init__(self, on_freed: Callable[[Known], object]) -> None:
+    def __init__(self, on_freed: Callable[[Record], object]) -> None:
         super().__init__()
         self._on_freed = on_freed
         self._refs: dict[int, Any] = {}
 
-    def of(self, tensor: Tensor) -> Known | None:
+    def of(self, tensor: Tensor) -> Record | None:
         """What is known of the storage of `tensor`."""
         return self.get(tensor.untyped_storage()._cdata)
 
-    def add(self, storage: UntypedStorage, record: Known) -> Known:
+    def add(self, storage: UntypedStorage, record: Record) -> Record:
         key = storage._cdata
 
         def forget(_: object) -> None:

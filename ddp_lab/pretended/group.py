@@ -101,9 +101,9 @@ class Group(dist.ProcessGroup):
             for tensor in tensors:
                 tensor.mul_(len(self.ranks))
 
-    def _by_rank(self, whole: Tensor) -> Tensor:
+    def _by_rank(self, tensor: Tensor) -> Tensor:
         """One row for each rank."""
-        return whole.view(len(self.ranks), whole.numel() // len(self.ranks))
+        return tensor.view(len(self.ranks), tensor.numel() // len(self.ranks))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self._issue("all_reduce", tensors, tensors, lambda filled: self._sum(filled, opts), opts)
@@ -131,21 +131,21 @@ class Group(dist.ProcessGroup):
 
         return self._issue("scatter", [part for parts in inputs for part in parts], outputs, fill, opts)
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         def fill(filled: Sequence[Tensor]) -> None:
-            filled[0].view(-1).copy_(self._by_rank(whole)[self._rank])
+            filled[0].view(-1).copy_(self._by_rank(tensor)[self._rank])
             self._sum(filled, opts)
 
-        return self._issue("reduce_scatter", [whole], [output], fill, opts)
+        return self._issue("reduce_scatter", [tensor], [output], fill, opts)
 
     def all_to_all_single(
-        self, output: Tensor, whole: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self, output: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Work:
         def fill(filled: Sequence[Tensor]) -> None:
             rows = self._by_rank(filled[0])
-            rows.copy_(self._by_rank(whole)[self._rank].expand(*rows.shape))
+            rows.copy_(self._by_rank(tensor)[self._rank].expand(*rows.shape))
 
-        return self._issue("all_to_all", [whole], [output], fill, opts)
+        return self._issue("all_to_all", [tensor], [output], fill, opts)
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Work:
         return self._issue("send", tensors, [], lambda filled: None)

@@ -1,4 +1,4 @@
-"""Runs steps of a strategy on the pretended device, and says what was seen."""
+"""Runs steps of a strategy on the pretended device, and counts races and waits."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,7 +13,7 @@ from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import train
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.strategy import Strategy
-from ddp_lab.stream_checker.device import Device, Seen, pretended_device
+from ddp_lab.stream_checker.device import Counts, Device, pretended_device
 from ddp_lab.stream_checker.group import CONFIG, CheckedGroup
 
 RANKS, STEPS = 4, 2
@@ -27,7 +27,7 @@ def check(
     clip_grad_norm: float | None = None,
     is_late: bool = True,
     also: Callable[[Strategy], None] = lambda strategy: None,
-) -> Seen:
+) -> Counts:
     """Train a few steps as rank 0 of `RANKS`, and hold every access to memory against the others. `make_strategy`:
     called where all ranks are pretended. `make_batch`: makes a micro-batch from a seed. `is_late`: collectives end when
     they are waited for, and not before. Otherwise they end at once. `also`: something else to do with the strategy,
@@ -50,17 +50,17 @@ def check(
         try:
             losses = run(1)
             also(strategy)
-            device.seen.losses = losses + run(STEPS - 1)
+            device.counts.losses = losses + run(STEPS - 1)
             strategy.finish_parameter_synchronization()
         except NonFiniteError:  # something was read before it was there
-            if not device.seen.races:
+            if not device.counts.races:
                 raise
-            device.seen.losses = []
+            device.counts.losses = []
         device.is_recording = False
-    return device.seen
+    return device.counts
 
 
-def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int], Batch], micro_batches: int) -> Seen:
+def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int], Batch], micro_batches: int) -> Counts:
     """The same of a loop on one device, for comparison."""
     device = Device()
     with pretended_device(device):
@@ -73,7 +73,7 @@ def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int],
             for batch in batches:
                 (module(**batch).loss / micro_batches).backward()
             optimizer.step()
-    return device.seen
+    return device.counts
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

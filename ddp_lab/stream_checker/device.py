@@ -30,7 +30,7 @@ COPIES = frozenset(("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::c
 
 
 @dataclass
-class Seen:
+class Counts:
     """What a strategy did in all steps that were recorded.
 
     Attributes:
@@ -71,18 +71,18 @@ class Device(TorchDispatchMode):
         self.is_late, self.is_recording = is_late, False
         self.streams = Streams(OrderedStream(), OrderedStream)
         self.memory = Memory()
-        self.seen = Seen(self.memory.races)
+        self.counts = Counts(self.memory.races)
         self.sent: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
         self._of_host = Storages[bool](lambda _: None)
 
-    def is_pinned(self, tensor: Tensor) -> None:
+    def pin(self, tensor: Tensor) -> None:
         """From now on, `tensor` is one of the host, and so is all that is made of it alone."""
         self._of_host.add(tensor.untyped_storage(), True)
 
     def host_reads(self, tensor: Tensor) -> None:
         """The host waits for the device, unless `tensor` is one of its own."""
         if self.is_recording and not self._of_host.of(tensor):
-            self.seen.host_waits[place()] += 1
+            self.counts.host_waits[place()] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,7 +94,7 @@ class Device(TorchDispatchMode):
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(answer)
         if inputs and all(map(self._of_host.of, inputs)):
             for tensor in outputs:
-                self.is_pinned(tensor)
+                self.pin(tensor)
             return answer
         schema = func._schema
         if schema.name in WAITING:
@@ -102,21 +102,21 @@ class Device(TorchDispatchMode):
         if func.is_view:
             return answer
         # What it touches
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        changed = [
+        arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        written_names = [
             argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
         ]
-        written = tensors_in([given.get(name) for name in changed])
-        known = {*map(id, inputs)}
-        made = [tensor for tensor in outputs if id(tensor) not in known]
-        reads = [tensor for tensor in inputs if all(tensor is not other for other in written)]
-        if made:
+        written = tensors_in([arguments.get(name) for name in written_names])
+        input_ids = {*map(id, inputs)}
+        created = [tensor for tensor in outputs if id(tensor) not in input_ids]
+        reads = [tensor for tensor in inputs if all(tensor is not target for target in written)]
+        if created:
             self.memory.allocated(self.streams.current)
-        what = f"{schema.name.removeprefix('aten::')} at {place()}"
-        self.memory.access(self.streams.current, reads, [*written, *made], what)
-        self.seen.launches += 1
+        origin = f"{schema.name.removeprefix('aten::')} at {place()}"
+        self.memory.access(self.streams.current, reads, [*written, *created], origin)
+        self.counts.launches += 1
         if schema.name in COPIES:
-            self.seen.copied_bytes += sum(tensor.nbytes for tensor in (written or made))
+            self.counts.copied_bytes += sum(tensor.nbytes for tensor in (written or created))
         return answer
 
     def resized(self, storage: UntypedStorage, before: int) -> None:
@@ -155,7 +155,7 @@ def pretended_device(device: Device) -> Iterator[None]:
     def begin(later: ReadLater, tensor: Tensor) -> None:
         plain_begin(later, tensor.clone())  # the copy to pinned memory
         later.is_here, later._event = False, Event()  # type: ignore[assignment]
-        device.is_pinned(later._host)
+        device.pin(later._host)
 
     def tolist(tensor: Tensor) -> Any:  # it calls no operator
         device.host_reads(tensor)

@@ -49,7 +49,7 @@ class Flight(Work):
         device, group = self._group.shared, self._group
         if not self._is_waited_for:
             self._is_waited_for = True
-            device.seen.waits_in_backward += device.is_recording and torch._C._current_graph_task_id() != -1
+            device.counts.waits_in_backward += device.is_recording and torch._C._current_graph_task_id() != -1
             group.in_flight = [inputs for inputs in group.in_flight if inputs is not self._inputs]
             self.arrive()
         return True
@@ -59,9 +59,9 @@ class Flight(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
-        done: torch.futures.Future[Any] = torch.futures.Future()
-        done.set_result(self._outputs)
-        return done
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
 
 
 class CheckedGroup(Group):
@@ -85,12 +85,12 @@ class CheckedGroup(Group):
             fill(results)
         stream, is_under_way = device.streams.current, False
         if device.is_recording:
-            device.seen.collectives += 1
+            device.counts.collectives += 1
             if getattr(opts, "asyncOp", True):
                 stream, is_under_way = self.stream, device.is_late
                 stream.wait_stream(device.streams.current)
             elif any(self.in_flight):
-                device.seen.stalls += 1
+                device.counts.stalls += 1
             device.memory.access(stream, inputs, outputs, f"{kind} issued at {place()}")
         flight = Flight(self, stream, inputs if device.is_recording else (), outputs, results)
         if not is_under_way:

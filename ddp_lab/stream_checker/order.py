@@ -46,10 +46,10 @@ class Access(NamedTuple):
     start: int
     end: int
     writes: bool
-    what: str
+    origin: str
 
     def __str__(self) -> str:
-        return f"what {self.what} still {'writes' if self.writes else 'reads'}"
+        return f"what {self.origin} still {'writes' if self.writes else 'reads'}"
 
 
 @dataclass
@@ -69,46 +69,46 @@ class Memory:
 
     def __init__(self) -> None:
         self.races: Counter[str] = Counter()
-        self._blocks = Storages[Block](partial(self._free, what="the end of its last tensor"))
+        self._blocks = Storages[Block](partial(self._free, origin="the end of its last tensor"))
         self._freed: dict[Stream, list[tuple[str, Access]]] = defaultdict(list)  # by owner
 
-    def access(self, stream: OrderedStream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
+    def access(self, stream: OrderedStream, reads: Iterable[Tensor], writes: Iterable[Tensor], origin: str) -> None:
         """Work in `stream` that reads and writes these tensors."""
         stream.clock[stream] += 1
         for tensors, writing in ((reads, False), (writes, True)):
             for tensor in tensors:
                 if tensor.numel() and tensor.untyped_storage().nbytes():
                     first = begin(tensor)
-                    new = Access(stream, stream.clock[stream], first, first + extent(tensor), writing, what)
-                    self._note(tensor, new)
+                    new = Access(stream, stream.clock[stream], first, first + extent(tensor), writing, origin)
+                    self._record(tensor, new)
 
-    def _note(self, tensor: Tensor, new: Access) -> None:
+    def _record(self, tensor: Tensor, new: Access) -> None:
         block = self._blocks.of(tensor) or self._blocks.add(tensor.untyped_storage(), Block(new.stream))
-        still = []
+        live = []
         for old in block.accesses:
             is_known, either_writes = new.stream.knows(old), new.writes or old.writes
             if not is_known and either_writes and old.start < new.end and new.start < old.end:
-                self.races[f"{new.what} {'writes' if new.writes else 'reads'} {old}"] += 1
+                self.races[f"{new.origin} {'writes' if new.writes else 'reads'} {old}"] += 1
             # Whoever knows of the new one knows of an old one that is ordered by it
             is_covered = new.start <= old.start and old.end <= new.end and (new.writes or not old.writes)
             if not (is_known and is_covered):
-                still.append(old)
-        block.accesses = [*still, new]
+                live.append(old)
+        block.accesses = [*live, new]
 
-    def free(self, storage: UntypedStorage, what: str) -> None:
+    def free(self, storage: UntypedStorage, origin: str) -> None:
         """Its memory goes back to the allocator now, to the pool of the stream that it was allocated in."""
         if block := self._blocks.get(storage._cdata):
-            self._free(block, what)
+            self._free(block, origin)
             block.accesses = []
 
-    def _free(self, block: Block, what: str) -> None:
-        self._freed[block.owner] += [(what, access) for access in block.accesses]
+    def _free(self, block: Block, origin: str) -> None:
+        self._freed[block.owner] += [(origin, access) for access in block.accesses]
 
     def allocated(self, stream: OrderedStream) -> None:
         """A tensor gets memory in `stream`: perhaps what was freed in it, at once, as torch's caching allocator does.
 
         So the stream must know by now of what other streams did there.
         """
-        for what, old in self._freed.pop(stream, ()):
+        for origin, old in self._freed.pop(stream, ()):
             if not stream.knows(old):
-                self.races[f"{what} lets a new tensor have {old}"] += 1
+                self.races[f"{origin} lets a new tensor have {old}"] += 1

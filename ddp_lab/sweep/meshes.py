@@ -45,16 +45,16 @@ def label(mesh: Mesh, run: str) -> str:
 
 def mesh_flags(setting: str) -> list[str]:
     """The flags of a label's mesh: `dp2-tp2-sp` -> `--mesh dp=2,tp=2 --sequence-parallel`."""
-    schedule, way = SCHEDULE.search(setting), ATTENTION.search(setting)
+    schedule, attention = SCHEDULE.search(setting), ATTENTION.search(setting)
     return [
         *("--mesh", str(Mesh.of_label(setting))),
         *(["--pipeline-schedule", schedule[1], "--stages-per-rank", schedule[2] or "1"] if schedule else []),
-        *(["--context-parallel", way[1]] if way else []),
+        *(["--context-parallel", attention[1]] if attention else []),
         *["--sequence-parallel"] * (SEQUENCE_PARALLEL in setting),
     ]
 
 
-def place(label: str, choices: Sequence[str]) -> tuple[Any, ...]:
+def sort_key(label: str, choices: Sequence[str]) -> tuple[Any, ...]:
     """Sorts labels over one NCCL class together, these by mesh, and those on one mesh by choice."""
     choice, *settings = label.split("@")
     setting = mesh_setting(label)

@@ -25,7 +25,7 @@ from ddp_lab.runtime.process.launcher import STOPPING
 from ddp_lab.sweep import command as script
 from ddp_lab.sweep import passes
 from ddp_lab.sweep.done import latest_sweep, unfinished
-from ddp_lab.sweep.meshes import mesh_flags, mesh_labels, mesh_setting, place
+from ddp_lab.sweep.meshes import mesh_flags, mesh_labels, mesh_setting, sort_key
 from tests.in_process import run_in_process
 from tests.tables import each_row
 from tests.traces import write
@@ -258,7 +258,7 @@ def test_a_sweep_on_a_shared_gpu_leaves_out_meshes_that_hang(mesh_sweep):
 @each_row("ranks", [2, 3, 6, 8, 12, 64])
 def test_meshes_of_the_short_list_fit(ranks):
     labels = mesh_labels(ranks)
-    assert labels == sorted(set(labels), key=lambda label: place(label, tensor_parallel.CHOICES))
+    assert labels == sorted(set(labels), key=lambda label: sort_key(label, tensor_parallel.CHOICES))
     for label in labels:
         flags = ["--ddp-choice", label.split("@")[0], *mesh_flags(mesh_setting(label))]
         config = parse_config("", tensor_parallel.REGISTRY, (), flags)
