@@ -1,4 +1,4 @@
-"""The columns of CSV files and of tables on pages, from `columns.toml`, of which `docs/csv-columns.md` is printed."""
+"""The columns of CSV files and of tables on pages. `columns.toml` describes them, also for `docs/csv-columns.md`."""
 
 import tomllib
 from collections.abc import Collection
@@ -31,8 +31,8 @@ KIND = "KIND"
 class Column:
     """How a column is shown: `scale` converts the CSV's value to `unit`; `digits` follow the decimal point.
 
-    Without a unit a value is shown as it is; with digits then, it is a probability, and shown as below its last digit
-    if it is.
+    A column without a unit shows its value unchanged. If it has digits, its value is a probability, and one that is
+    too small for them is shown as `<0.0001`.
     """
 
     label: str
@@ -57,7 +57,7 @@ Columns = dict[str, Column]
 
 
 def _read(tables: dict[str, Any]) -> dict[str, Columns]:
-    """The columns of each table in `columns.toml`, where a column may be the text of a table that has the same."""
+    """The columns of each table in `columns.toml`. A text in place of a column names the table that describes it."""
     read: dict[str, Columns] = {}
     for table, columns in tables.items():
         read[table] = {}
@@ -72,7 +72,7 @@ def _read(tables: dict[str, Any]) -> dict[str, Columns]:
 
 
 def _of_kinds(columns: Columns) -> Columns:
-    """With the columns of each kind of collective in place of those of `KIND`."""
+    """`columns`, with a column for each kind of collective in place of one with `KIND`."""
     of_kind = {name: column for name, column in columns.items() if KIND in name}
     if not of_kind:
         return columns
@@ -87,11 +87,11 @@ _CONTENT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SCHEMA_VERSION: int = _CONTENT.pop("version")
 """One version for all CSV files."""
 FILES: dict[str, list[str]] = _CONTENT.pop("files")
-"""The tables of which each CSV file is made, in the order of `docs/csv-columns.md`."""
+"""The tables that make up each CSV file, in the order of `docs/csv-columns.md`."""
 WRITTEN = _read(_CONTENT)
-"""By table, as `columns.toml` has them: kinds of collectives are `KIND`."""
+"""Columns by table as `columns.toml` has them, with `KIND` for a kind of collective."""
 COLUMNS = {table: _of_kinds(columns) for table, columns in WRITTEN.items()}
-"""By table."""
+"""Columns by table, with a column for each kind of collective."""
 CSV_COLUMNS = {
     file: {name: column for table in tables for name, column in COLUMNS[table].items()}
     for file, tables in FILES.items()
@@ -100,8 +100,8 @@ COMPARISON_COLUMNS = CSV_COLUMNS["compare.csv"]
 
 
 def as_table(frame: pd.DataFrame, columns: Columns, texts: Collection[str]) -> "Table":
-    """The columns of `frame` as the terminal shows them, each row on one line; `texts` stand to the left."""
-    from rich.table import Table  # the other readers of columns print nothing
+    """The columns of `frame` as the terminal shows them, each row on one line, those in `texts` to the left."""
+    from rich.table import Table  # imported here, since other users of columns print nothing
 
     table = Table(box=None, pad_edge=False)
     for name, column in columns.items():
@@ -113,7 +113,7 @@ def as_table(frame: pd.DataFrame, columns: Columns, texts: Collection[str]) -> "
 
 
 def print_table(frame: pd.DataFrame, columns: Columns, texts: Collection[str], console: "Console") -> None:
-    """Print it after an empty line. A file gets a width in which no row is cut."""
+    """Print the table after an empty line. Output to a file is so wide that no row is cut."""
     if not console.is_terminal:
         console.width = 200
     console.print("", as_table(frame, columns, texts))

@@ -75,6 +75,7 @@ def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
     Raises:
         UserError: traces cannot be used, or reports cannot be written.
     """
+    # find the windows
     if options.trace_files:
         for path in options.trace_files:
             if not path.is_file() or not path.name.endswith(SUFFIXES):
@@ -86,6 +87,7 @@ def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
     else:
         trace_dir = options.trace_dir
         windows = find_windows(trace_dir)
+    # report on each window
     chosen = windows if options.select == "all" else windows[-1:]
     folder = options.output_dir or report_folder(trace_dir, report_root)
     pages, problems = [], []

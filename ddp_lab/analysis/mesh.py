@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 DATA_DIMENSIONS = ("dp", "replicate", "shard", "ep")
-"""Along these, ranks see different samples."""
+"""Ranks that differ along one of these see different samples."""
 EVERYONE = "mesh"
 
 Mesh = dict[str, int]
@@ -28,11 +28,12 @@ def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
 
 
 def dimension_of(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """The dimension along which the ranks of a process group stand: the only one in which they differ.
+    """The dimension of a process group: the only one in which its ranks differ.
 
-    It is `dp` too for ranks that differ in `replicate`, `shard`, `ep` and `cp`, and `shard` for those of them that hold
-    one copy of the model; `EVERYONE` for all ranks that differ in more; empty for other groups. A group of one rank is
-    that of a dimension of one rank, of `dp` if all see the same samples, or with `ep`, where it holds an expert alone.
+    Ranks that differ in several of `DATA_DIMENSIONS` and `cp` are of `dp`, or of `shard` if they hold one copy of the
+    model among several. If they differ in other dimensions too, a group of all ranks is `EVERYONE`, and the dimension
+    of a smaller group is empty. A group of one rank is of `dp` if all ranks see the same samples, or if the mesh has
+    `ep`: the rank holds an expert alone. Otherwise it is of the first dimension of size 1, and empty without one.
     """
     if not ranks:
         return ""

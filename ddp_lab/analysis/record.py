@@ -17,12 +17,12 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import fitted, json_bytes
 
 SHARE = 1 / 16
-"""Of the limit for a trace: how large a record may be."""
+"""Largest size of a record, as a share of the limit for a trace."""
 Sizes = Annotated[str, Meta(pattern=r"\A[a-z]+=[1-9]\d{0,5}(,[a-z]+=[1-9]\d{0,5})*\Z")]
 
 
 def of_flag(field: Any) -> tuple[str, Any, Any]:
-    """A flag in a record's config, which may lack it: the run is older than the flag."""
+    """Name, type and default of a flag in a record's config. The record of a run older than the flag lacks it."""
     texts = {"mesh": Sizes, "prompt": str}
     kinds = {str: texts.get(field.name, Line), int: Count, float: Rate if field.metadata["at_least"] is None else float}
     types = (kinds.get(kind, kind) for kind in get_args(field.type) or (field.type,))
@@ -37,7 +37,7 @@ Settings: Any = msgspec.defstruct("Settings", map(of_flag, FLAGS), namespace={"_
 
 
 class ReadRecord(RunRecord, kw_only=True):
-    """A run record as it is read: with checks of what fits together."""
+    """A run record as it is read, with checks that its fields fit together."""
 
     config: Settings
 
@@ -54,7 +54,7 @@ class ReadRecord(RunRecord, kw_only=True):
 
 
 def read_record(path: Path, failed_too: bool = False) -> dict[str, Any]:
-    """The content of a run record. A setting or figure that may be missing is there.
+    """The content of a run record. Optional settings and figures that the file lacks have their defaults.
 
     Args:
         failed_too: Accept the record of a run that did not complete. Its missing figures are empty or None.

@@ -36,7 +36,7 @@ KIND_SENTENCES = {
 }
 HTA_PARTS = ("compute", "non_compute", "idle")
 MOST_PROCESSES = 8
-"""Each holds a whole trace, so their number bounds the memory of a report."""
+"""Each process holds a whole trace, so their number bounds the memory of a report."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def analyse_window(
     Raises:
         UserError: no rank's trace can be used, or the ranks' traces do not belong together.
     """
+    # read every rank
     timelines, figures, problems = [], {}, []
     for rank, result in read_ranks(window, include_last_step, multiprocessing):
         if isinstance(result, str):
@@ -97,6 +98,7 @@ def analyse_window(
     if not timelines:
         more = f" (nor can the {len(problems) - 1} others be used)" if len(problems) > 1 else ""
         raise UserError(f"{problems[0]}{more}")
+    # do the ranks and the record belong together?
     require_comparable(timelines)
     record = find_record(window)
     absent = missing_ranks(window, timelines[0].world_size)
@@ -104,6 +106,7 @@ def analyse_window(
     if missing:
         problems.append(f"no trace of rank {listed(missing)}; copy the missing files here, or profile again")
     is_complete, mesh = not (problems or absent), mesh_of(record)
+    # figures that compare ranks
     exposed = exposure(timelines, is_complete, mesh)
     doubts = [*doubts_of(timelines), *(disagreements(timelines, exposed) if is_complete else ())]
     rows = [summary_row(timeline, figures[timeline.rank]) | memory_row(record, timeline.rank) for timeline in timelines]
@@ -121,7 +124,7 @@ def analyse_window(
 
 
 def doubts_of(timelines: list[RankTimeline]) -> list[str]:
-    """A line for each trace with something wrong in it; those that differ only in numbers are one, with the first's."""
+    """A line for each trace with notes. Traces whose notes differ only in numbers share the line of the first one."""
     alike_traces: dict[str, list[str]] = {}
     for timeline in timelines:
         if notes := "; ".join(timeline.notes):
@@ -132,7 +135,7 @@ def doubts_of(timelines: list[RankTimeline]) -> list[str]:
 def read_ranks(
     window: Window, include_last_step: bool, multiprocessing: bool
 ) -> Iterator[tuple[int, tuple[RankTimeline, dict[Any, float]] | str]]:
-    """Each rank with what `analyse_rank` says. A process has only one trace at a time in memory."""
+    """Each rank with the result of `analyse_rank`. A process holds one trace in memory at a time."""
     jobs = [(path, rank, include_last_step) for rank, path in window.files.items()]
     if not multiprocessing or len(jobs) == 1:
         yield from zip(window.files, itertools.starmap(analyse_rank, jobs), strict=True)

@@ -11,7 +11,7 @@ from ddp_lab.analysis.columns import COLUMNS, kind_of, kinds_run
 from ddp_lab.analysis.comparison.compare import largest_difference, loss_unit, run_row, traced_row, with_loss_unit
 from ddp_lab.analysis.comparison.timing import expected_of, timed_steps_ms
 from ddp_lab.analysis.comparison.traced import Traced
-from ddp_lab.analysis.metrics.significance import Estimate, apart, difference, pooled, signs
+from ddp_lab.analysis.metrics.significance import Estimate, difference, log_ratio, pooled, signs
 
 BETTER, WORSE, EQUAL, UNKNOWN = "better", "worse", "equal", "not known"
 STEP_TIME, THROUGHPUT, LOSSES_APART = "step_time_ms", "samples_per_s", "losses_apart"
@@ -48,7 +48,7 @@ def changes(baseline: Sequence[Run], run: Sequence[Run], earlier: Sequence[dict[
     table["change"] = table["run"] - table["baseline"]
     table["change_pct"] = (100 * (table["run"] / table["baseline"] - 1)).where(~is_equal, 0.0)
     table.loc[LOSSES_APART, "change"] = largest_difference(run[-1].record, baseline[-1].record)
-    # how sure that is: what is counted differs for sure, what is measured once may differ by chance
+    # counted figures differ for certain, figures that are measured once may differ by chance
     table["result"] = np.where(table["change"] == 0, EQUAL, UNKNOWN)
     is_counted = table.index.isin(list(counted))
     table.loc[is_counted & (table["change"] > 0), "result"] = WORSE
@@ -88,7 +88,7 @@ def step_times(baseline: Sequence[Run], run: Sequence[Run], earlier: Sequence[di
     """The logarithm of the ratio of step times."""
     first = timed_steps_ms(baseline[0].record)
     times = [[timed_steps_ms(side_run.record) for side_run in side] for side in (baseline, run)]
-    old, new, before = ([apart(ms, first) for ms in side] for side in (*times, map(timed_steps_ms, earlier)))
+    old, new, before = ([log_ratio(ms, first) for ms in side] for side in (*times, map(timed_steps_ms, earlier)))
     expected = expected_of([(side_run.record, baseline[0].record) for side_run in (*baseline, *run)])
     return difference(old, new, pooled([before]).together(expected))
 

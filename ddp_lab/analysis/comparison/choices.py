@@ -60,12 +60,13 @@ def report_on_choices(
         choices: Labels of trained choices (`ddp_lab.runtime.config.labelled`). The latest run of each counts.
         failed: Choices without a result, which the page names. A choice whose traces are broken is added.
         allowed: Settings in which the runs may differ, named as in `ddp_lab.analysis.comparison.fairness.FIELDS`.
-        passes: Run ids of the latest sweep by choice and pass. They count together if the latest run is one of them.
-        unfinished: How far that sweep got, if it is not whole.
+        passes: Run ids of the latest sweep by choice and pass. All count if the latest run of a choice is one of them.
+        unfinished: How far that sweep got, if it is not complete.
 
     Raises:
         UserError: there is nothing to compare, or the runs are not comparable.
     """
+    # the latest runs, over one link
     latest = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
     records = {
         choice: in_passes(record, output_dir / "profile" / choice, (passes or {}).get(choice, {}))
@@ -80,6 +81,7 @@ def report_on_choices(
     differences = require_comparable(records, allowed | {BACKEND_CLASS})
     if BACKEND_CLASS not in allowed:  # runs over different classes stand in one table, but are not compared
         differences = [difference for difference in differences if difference.name != BACKEND_CLASS]
+    # the traces of each
     traced: dict[str, Traced] = {}
     incomplete: list[str] = []
     for number, (choice, record) in enumerate(records.items(), 1):
@@ -99,6 +101,7 @@ def report_on_choices(
         except UserError as error:  # the choice's step times can still be used
             print(f"error: {choice}: {error}", file=sys.stderr)
             failed.append(choice)
+    # side by side
     compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete, unfinished)
     for sharing in compared.table["gpu_sharing"].dropna().unique():
         print(f"{sharing}: {SHARED_GPU}")
@@ -111,7 +114,7 @@ def report_on_choices(
 
 
 def in_passes(latest: dict[str, Any], folder: Path, passes: Mapping[int, str]) -> dict[str, Any]:
-    """The record of a sweep's first pass with all passes, if the latest run is of the sweep; else the latest alone.
+    """The record of the first pass, with all passes, if the latest run is of the sweep; else the latest record.
 
     Raises:
         UserError: a record cannot be read.

@@ -16,11 +16,11 @@ from ddp_lab.analysis.comparison.traced import Traced
 from ddp_lab.analysis.metrics.memory import memory_row
 from ddp_lab.analysis.metrics.significance import (
     Estimate,
-    apart,
     estimate,
+    log_ratio,
     residuals,
     signs,
-    spread_beside,
+    spread_of,
 )
 from ddp_lab.analysis.metrics.utilization import mfu
 from ddp_lab.analysis.record import failure_of, read_record
@@ -30,7 +30,7 @@ REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline", "reports_
 """The choice that ratios refer to, by report folder."""
 IS_REFERENCE, UNKNOWN = "reference", "not known"
 MOST_SPREAD = 0.1
-"""Beyond it, the machine is named as the reason why little is known."""
+"""If runs differ by more than this from pass to pass, the machine is named as the reason."""
 VERDICTS = {-1: "faster", 0: UNKNOWN, 1: "slower"}
 
 
@@ -40,7 +40,7 @@ class Standing(NamedTuple):
     Attributes:
         estimate: The ratio of step times.
         p_value: Corrected for the number of comparisons.
-        verdict: One of `VERDICTS`. Faster or slower is what is so in every pass.
+        verdict: One of `VERDICTS`. It is faster or slower only if every pass agrees.
         by_pass: The ratio in each pass in which both have enough timed steps.
     """
 
@@ -51,10 +51,10 @@ class Standing(NamedTuple):
 
 
 def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str, Standing]:
-    """Every other run compared with that of this label, pass by pass."""
+    """Each other run compared with the run labelled `reference`, pass by pass."""
     base, logs = passes_of(records[reference]), logs_by_pass(records, reference)
     pairs = [(run, base[n]) for record in records.values() for n, run in passes_of(record).items() if n in base]
-    spread = spread_beside(logs).together(expected_of(pairs))
+    spread = spread_of(logs).together(expected_of(pairs))
     by_pass: dict[str, pd.Series] = {name: logs.T[name].dropna() for name in records if name != reference}
     estimates = [estimate(float(ratios.mean()), (len(ratios), len(ratios)), spread) for ratios in by_pass.values()]
     standing = {}
@@ -68,7 +68,7 @@ def logs_by_pass(records: Mapping[str, dict[str, Any]], reference: str) -> pd.Da
     """The logarithm of each run's step time over the reference's, by choice (rows) and pass."""
     times = {name: {n: timed_steps_ms(run) for n, run in passes_of(record).items()} for name, record in records.items()}
     base = times[reference]
-    rows = {name: {n: apart(by_pass[n], base[n]) for n in base if n in by_pass} for name, by_pass in times.items()}
+    rows = {name: {n: log_ratio(by_pass[n], base[n]) for n in base if n in by_pass} for name, by_pass in times.items()}
     return pd.DataFrame.from_dict(rows, orient="index", dtype=float)
 
 
@@ -76,7 +76,7 @@ def unsteady(records: Mapping[str, dict[str, Any]], reference: str) -> str:
     """A sentence on a machine that changed between passes, by more than `MOST_SPREAD`; else empty."""
     label = reference_in(records, reference)
     logs = logs_by_pass(records, label) if label else pd.DataFrame()
-    deviation = spread_beside(logs).variance ** 0.5
+    deviation = spread_of(logs).variance ** 0.5
     if deviation <= MOST_SPREAD:
         return ""
     worst = str(residuals(logs).abs().max(axis="columns").idxmax())
@@ -129,7 +129,7 @@ def columns_of(table: pd.DataFrame) -> Columns:
 
 
 def with_loss_unit(columns: Columns, unit: str) -> Columns:
-    """`columns`, of which losses have this unit."""
+    """`columns`, with `unit` as the unit of losses."""
     return {name: replace(column, unit=unit) if column.unit == "nats" else column for name, column in columns.items()}
 
 
@@ -218,7 +218,7 @@ def traced_row(traced: Traced | None, passes: Sequence[int] = (1,)) -> dict[str,
 
 
 def loss_unit(records: Iterable[dict[str, Any]]) -> str:
-    """`nats` of a cross-entropy, which gives an accuracy or a perplexity; nothing of another loss."""
+    """`nats` for a cross-entropy, whose evaluation has an accuracy or a perplexity; empty for another loss."""
     answers = [record["eval"] for record in records if record["eval"]]
     entropies = (answer["accuracy"] is not None or answer["perplexity"] is not None for answer in answers)
     return "nats" if not answers or any(entropies) else ""
@@ -226,5 +226,5 @@ def loss_unit(records: Iterable[dict[str, Any]]) -> str:
 
 def largest_difference(record: dict[str, Any], reference: dict[str, Any]) -> float:
     """The largest difference of two runs' training losses at one optimizer step, in nats."""
-    apart = pd.Series(record["train_loss"], dtype=float) - pd.Series(reference["train_loss"], dtype=float)
-    return float(apart.abs().max())
+    gaps = pd.Series(record["train_loss"], dtype=float) - pd.Series(reference["train_loss"], dtype=float)
+    return float(gaps.abs().max())

@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
 
 def of_flag(field: Any) -> Setting:
-    """A flag, with its default where a record is older than it."""
+    """A flag as a setting. A record older than the flag has its default."""
     shown = {None: "not given", False: "off", True: "on"}
 
     def value_of(record: dict[str, Any]) -> Any:
@@ -63,7 +63,7 @@ def class_of(record: dict[str, Any]) -> str:
 LINKS = ("link", "outer-link", "nodes")
 """Runs over different links are never compared: the link decides which choice is fast."""
 BACKEND_CLASS = "backend-class"
-"""With how ranks share GPUs (`class_of`). DDP's step takes another time with each of torch's NCCL classes
+"""Includes how ranks share GPUs (`class_of`). DDP's step time differs between torch's two NCCL classes
 (docs/status.md)."""
 PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
 """Packages that take part in training."""
@@ -84,14 +84,14 @@ SETTINGS = {
     "scheduling": Setting(lambda record: record.get("scheduling") or "other", (TIME,)),
     **{f"{package}-version": Setting(of_versions(package), EVERYTHING) for package in PACKAGES},
 }
-"""By name, a flag's without its dashes: where a run record has it, and which figures it affects."""
+"""Where a run record has each setting, and which figures it affects. A flag has its name without dashes."""
 FIELDS = tuple(name for name in SETTINGS if name not in LINKS)
-"""Those in which a user may allow a difference."""
+"""Settings in which a user may allow runs to differ."""
 
 
 def differences(records: Mapping[str, dict[str, Any]]) -> list[Difference]:
     """Settings in which `records` (by the name that is shown) differ."""
-    apart = []
+    differing = []
     for name, setting in SETTINGS.items():
         values: dict[str, list[str]] = {}
         for owner, record in records.items():
@@ -99,8 +99,8 @@ def differences(records: Mapping[str, dict[str, Any]]) -> list[Difference]:
             if value is not None:
                 values.setdefault(str(value), []).append(owner)
         if len(values) > 1:
-            apart.append(Difference(name, values, setting.affects))
-    return apart
+            differing.append(Difference(name, values, setting.affects))
+    return differing
 
 
 def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[str] = ()) -> list[Difference]:
@@ -109,20 +109,20 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
     Raises:
         UserError: names each setting that differs, with its values and their runs.
     """
-    apart = differences(records)
+    differing = differences(records)
     may_differ = set(allowed) & set(FIELDS)
-    refused = [difference for difference in apart if difference.name not in may_differ]
+    refused = [difference for difference in differing if difference.name not in may_differ]
     if refused:
         flags = [f"--allow-different {difference.name}" for difference in refused if difference.name not in LINKS]
         way_out = f", or give {' '.join(flags)}" if len(flags) == len(refused) else ""
         raise UserError(
             f"these runs cannot be compared: they differ in {', '.join(map(str, refused))}; train them alike{way_out}"
         )
-    return apart
+    return differing
 
 
 def with_one_link(records: Mapping[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], str]:
-    """The runs over the links that most of them have, and what to say of the others; all, where no links are most."""
+    """The runs over the most common links, and a line on those that are left out. All runs, if there is a tie."""
     links = {name: [SETTINGS[flag].value_of(record) for flag in LINKS] for name, record in records.items()}
     ways = Counter(tuple(link) for link in links.values()).most_common(2)
     if len(ways) < 2 or ways[0][1] == ways[1][1]:
@@ -137,7 +137,7 @@ def by_class(records: Mapping[str, dict[str, Any]], across: bool = False) -> lis
     """Runs whose step times may be compared: those of one class (`class_of`) together, in their order.
 
     Args:
-        across: All of them together.
+        across: Put all runs into one group.
     """
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for name, record in records.items():

@@ -31,12 +31,13 @@ NOT_ESTIMATED = Estimate()
 
 @dataclass(frozen=True)
 class Lean:
-    """Which choices need least at the peak of a step, `bytes`, and how the first of them stands to the fastest choice.
+    """The choices with the lowest peak memory in a step, and how the first of them compares with the fastest choice.
 
     Attributes:
-        names: By step time.
-        beside: The fastest choice, if it needs more; `saved` is the share that it needs more, `verdict` and `ratio` are
-            of the step time of the first of `names` beside it.
+        names: The choices, in order of step time.
+        bytes: Their peak. `is_all`: no choice needs more.
+        beside: The fastest choice, if it needs more; else empty. `saved`: the share of its memory that they save.
+        verdict: On the step time of the first of `names` beside the fastest choice; `ratio` is of these step times.
     """
 
     names: list[str]
@@ -61,9 +62,9 @@ class Outcome:
         best: Row of the choice with the lowest median step time.
         second: Row of the reference, or of the next choice if the best one is the reference.
         names: Choices that tie; or the winner, and those that cannot be told apart from it.
-        ratio: Of the second's step time to the best's, over so many `passes`.
-        gains: By how many ms each part of a step that is worth naming is shorter, the largest first; empty if they
-            do not show it, None without traces.
+        ratio: The second's step time over the best's. `passes`: how many passes it is from.
+        gains: ms by which each part of a step is shorter, the largest first, without small ones; empty if the traces
+            do not show why the best is faster, None without traces.
         losses_apart: The largest difference of losses; NaN if it is unknown.
         all_audited: There are audits, and all pass.
     """
@@ -104,7 +105,7 @@ class Outcome:
 
     @property
     def belief(self) -> str:
-        """Whether to believe that, for what reasons, and what would tell more; empty if there is nothing to believe."""
+        """Whether to believe the claim, why, and what would tell more; empty if nothing is claimed."""
         return say("belief", self)
 
     @property
@@ -135,7 +136,7 @@ def fastest(table: pd.DataFrame) -> str | None:
 
 
 def parts_of(row: Row) -> dict[str, float]:
-    """The median step in ms by `PARTS`, in the shares of the profiled steps, which take longer; NaN without traces."""
+    """The median step in ms by `PARTS`. Profiled steps, which take longer, give the shares; NaN without traces."""
     scale = row["step_time_ms_median"] / row["profiled_step_ms"]
     return {part: scale * sum(row[column] for column in columns) for part, columns in PARTS.items()}
 
@@ -153,18 +154,21 @@ def conclude(
         table: From `comparison`.
         to_fastest: The step times of the other choices, compared with the fastest.
         affected: Figures that cannot be compared, since the runs differ in other settings.
-        equal_compute: All choices do equal compute, so that a difference in it is no merit of theirs.
+        equal_compute: All choices do equal compute, so no choice gets credit for less of it.
         over: Which of several groups of runs these are.
     """
+    # is there something to compare?
     lean = None if MEMORY in affected else leanest(table, {} if TIME in affected else to_fastest)
     timed = table.dropna(subset=["step_time_ms_median"]).sort_values("step_time_ms_median", kind="stable")
     if len(table) == 1 or TIME in affected or len(timed) < 2:
         return Outcome("alone" if len(table) == 1 else "apart" if TIME in affected else "untimed", lean, over)
+    # the best choice, and the second, with which it is compared
     ranked: list[Row] = list(timed.to_dict("records"))
     best, second = ranked[0], next((row for row in ranked[1:] if row["verdict"] == IS_REFERENCE), ranked[1])
     tied = [row["choice"] for row in ranked if shown(row, "step_time_ms_median") == shown(best, "step_time_ms_median")]
     if len(tied) > 1:
         return Outcome("tie", lean, over, best, names=tied)
+    # how sure is it that the best is faster?
     standing = to_fastest.get(second["choice"])
     if standing is None or not standing.by_pass:
         return Outcome("few", lean, over, best, second)

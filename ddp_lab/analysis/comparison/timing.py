@@ -10,7 +10,7 @@ from ddp_lab.analysis.metrics.significance import Spread, expected_spread, noise
 
 RATES = ("samples_per_second", "tokens_per_second", "model_flops_per_second")
 BUSY = 0.25
-"""Of a step, without a core. Up to here ranks that share cores may wait for each other's own threads."""
+"""Share of a step without a core that is usual: ranks that share cores wait for each other's threads."""
 Run = dict[str, Any]
 
 
@@ -28,32 +28,32 @@ def timed_steps_ms(record: Run) -> pd.Series:
 
 
 def all_steps_ms(record: Run) -> pd.Series:
-    """The same of all passes, by pass and step."""
+    """`timed_steps_ms` of all passes, by pass and step."""
     return pd.concat({number: timed_steps_ms(run) for number, run in passes_of(record).items()})
 
 
 def expected_of(pairs: Sequence[tuple[Run, Run]]) -> Spread:
-    """What to expect of these runs, each beside the one that it is compared with.
+    """The spread to expect of runs, from pairs of a run and the run that it is compared with.
 
-    Their medians vary as their steps do. On a busy machine a thread waits for other programs, which do something else
-    in the next run: what it waits beyond `BUSY` of a step is taken as a standard deviation (`ddp-lab bench aa`).
+    A median varies as its steps do. On a busy machine a training thread also waits for other programs, which change
+    from run to run: its wait beyond `BUSY` of a step is taken as a standard deviation (`ddp-lab bench aa`).
     """
     noises = [noise(timed_steps_ms(run), timed_steps_ms(base)) for run, base in pairs if run is not base]
     return expected_spread(mean(noises or [0.0]) + mean(max(0.0, without_core(run) - BUSY) ** 2 for run, _ in pairs))
 
 
 def without_core(record: Run) -> float:
-    """The share of a step in which a training thread could run and had no core, on the rank that has most of it."""
+    """The share of a step in which a training thread could run but had no core, on the rank with the largest share."""
     return max(((row["core_s"] or 0.0) / row["step_s"] for row in record["throughput"] if row["step_s"]), default=0.0)
 
 
 def work_of(record: Run) -> str | None:
-    """Equal of choices that do equal compute; None if a choice can be compared with itself alone."""
+    """A key, equal for choices that do equal compute; None if no other choice computes what this one does."""
     layout = ("mesh", "pipeline_schedule", "stages_per_rank", "context_parallel", "sequence_parallel")
     return None if record["shards"] else str([record["config"].get(name) for name in layout])
 
 
 def with_passes(record: Run, passes: dict[int, Run]) -> Run:
-    """The record of a choice that ran in these passes, with their rates."""
+    """`record` with the runs of all passes of its choice, and mean rates over them."""
     rates = {name: [run[name] for run in passes.values() if run[name]] for name in RATES}
     return record | {name: harmonic_mean(values) for name, values in rates.items() if values} | {"passes": passes}

@@ -35,14 +35,15 @@ def report_on_two_runs(
 
     Args:
         trace_dir: `profile/<choice>`.
-        baseline: Run ids in it, or paths of run records anywhere. The rank folders lie beside a record. None of them
-            for the latest other completed run in `trace_dir`; without `run`, too, the one before the latest.
-        run: The later runs, given in the same way.
+        baseline: Run ids in `trace_dir`, or paths of run records anywhere, with the rank folders beside them. If empty:
+            the latest completed run in `trace_dir` that is not in `run`, or the last but one if `run` is empty too.
+        run: The later runs, named in the same way. If empty: the latest completed run that is not in `baseline`.
         allowed: Settings in which the runs may differ, named as in `ddp_lab.analysis.comparison.fairness.FIELDS`.
 
     Raises:
         UserError: a run is missing or cannot be read, or the two cannot be compared.
     """
+    # the runs, and whether they can be compared
     completed = completed_runs(trace_dir)
     sides = both_sides(trace_dir, completed, baseline, run)
     records = {path: read_record(path) for side in sides for path in side}
@@ -62,10 +63,12 @@ def report_on_two_runs(
         for path, record in completed.items()
         if path not in records and not settings_apart({"": first, path.name: record})
     ]
+    # what changed
     runs = {path: load(path, record) for path, record in records.items()}
     old, new = ([runs[path] for path in side] for side in sides)
     table, path = changes(old, new, earlier), folder / "changes.csv"
     write_csv(path, table)
+    # the table and its sentences
     console = Console()
     print_changes(table, console)
     lines = [
@@ -104,10 +107,10 @@ def record_path(trace_dir: Path, run: str) -> Path:
 
 
 def both_sides(trace_dir: Path, completed: Iterable[Path], *sides: Sequence[str]) -> list[list[Path]]:
-    """The records of both sides, the earlier first. Where none is given, it is the latest other completed run.
+    """The records of both sides, the earlier first. An empty side gets the latest completed run that no side names.
 
     Raises:
-        UserError: there is none.
+        UserError: too few runs are completed.
     """
     paths = [[record_path(trace_dir, run) for run in side] for side in sides]
     names = [path.name for side in paths for path in side]

@@ -3,12 +3,12 @@
 A strategy that sends too much, too little or nothing still trains and still has a step time. The audit finds it.
 
 - Traffic: the collectives in the analysed steps of every rank are compared with the strategy's `expected_traffic`. On a
-  mesh those of each dimension are compared by themselves, unless a trace does not say in which groups they ran. Where
-  the strategy has no formula but a lower bound, every step of every rank must equal the first one of the first rank (of
-  the same rank, if layers are cut: parts differ), and must send as many bytes as the bound. The
-  traffic is that of a full step. Of calls whose payload depends on a rank's samples, only the number is compared. The
-  last step of an epoch may have fewer samples, so fewer micro-batches, and in some strategies every micro-batch
-  communicates. Such steps are left out; each row says how many steps were compared.
+  mesh each dimension is compared by itself, unless a trace does not name process groups. A strategy may have a lower
+  bound in place of a formula. Then every step of every rank must equal the first step of the first rank (of the same
+  rank, if layers are cut: parts differ), and must send at least as many bytes as the bound. If the payload of a call
+  depends on a rank's samples, only the number of calls is compared.
+  Only full steps are compared; each row says how many. The last step of an epoch may have fewer samples, so fewer
+  micro-batches, and in some strategies every micro-batch communicates.
 - Memory at rest is compared with the formula of the strategy.
 - Steps and samples are compared with the configuration.
 """
@@ -27,7 +27,7 @@ from ddp_lab.analysis.traces.timeline import RankTimeline
 from ddp_lab.collectives.kinds import LABELS, label
 
 MEMORY_TOLERANCE, MEMORY_TOLERANCE_BYTES = 0.005, 65536
-"""The formula leaves out padding to the world size and Adam's step counters. They are below the larger of these two."""
+"""The larger of the two is allowed for padding to the world size and Adam's step counters, which no formula has."""
 CHECK = ["subject", "rank", "unit", "expected", "measured", "tolerance", "steps"]
 Check = tuple[str, int | None, str, float, float, float, int | None]
 """A row of `audit.csv`, as `columns.toml` explains it. Measured is NaN if the trace does not say."""
@@ -64,7 +64,7 @@ def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
 def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> Iterator[Check]:
     """Calls and payload of each kind of collective, in each full step of each rank; unknown without a full step.
 
-    None for one rank on a device: NCCL then copies at most, so no collective is in the trace. Nor for groups of one.
+    A single rank on a device has no checks, nor has a group of one rank: NCCL only copies, so no call is in a trace.
     """
     mesh = mesh_of(record)
     cuts_layers = not {"tp", "pp"}.isdisjoint(mesh or ())
@@ -74,10 +74,11 @@ def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> It
     for timeline in timelines:
         rank, on_device = timeline.rank, timeline.kind == "cuda"
         traffic = [part for part in record["expected_traffic"] if part.get("rank") in (None, rank)]
-        is_unknown = bool(record["expected_traffic"]) and not traffic  # of this stage: the run ended early
+        is_unknown = bool(record["expected_traffic"]) and not traffic  # of this stage: the run ended too early
         is_unknown |= timeline.hides_communication and timeline.collectives.empty
         if is_unknown or (record["world_size"] == 1 and on_device):
             continue
+        # expected and measured calls
         expected = expected_calls(traffic, mesh is not None, on_device)
         steps, measured = full_steps(timeline, record), calls_by_step(timeline, mesh)
         # without a formula, the first step of the first rank
@@ -85,6 +86,7 @@ def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> It
             if first is None or cuts_layers:
                 first = measured.loc[measured["step"].isin(steps[:1]), ["calls", "bytes"]]
             expected = first.assign(varies=expected["varies"].reindex(first.index, fill_value=False))
+        # each kind of collective
         keys = {*expected.index, *measured.index}
         order, place = in_order(mesh or {}, [dimension for dimension, *_ in keys]), [*LABELS]
         for key in sorted(keys, key=lambda of: (order.index(of[0]), place.index(of[1]), of[2])):
@@ -96,6 +98,7 @@ def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> It
             if not varies:
                 size = furthest(by_step["bytes"], payload)
                 yield f"{subject}: payload", rank, "bytes/step", payload, size, 0, len(steps)
+        # bytes sent in all
         if not expected["varies"].any() and all(part.get("wire_bytes") is not None for part in traffic):
             sent = measured.groupby("step")["sent"].agg(lambda sizes: sizes.sum(skipna=False))
             expects = sum(part["wire_bytes"] for part in traffic)

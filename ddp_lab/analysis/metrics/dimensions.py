@@ -36,8 +36,8 @@ def dimension_steps(
     Args:
         calls: The rank's collectives in order of issue, with the columns dimension and step.
         compute: When it computed, disjoint and in order.
-        pieces: Its exposed time in pieces, for each the place in `calls` for which it counts (or -1), and whether its
-            last rank was yet to come.
+        pieces: Its exposed time in pieces. For each piece, the place in `calls` of the call that it counts for (or
+            -1), and whether that call still waited for its last rank.
     """
     cells, owner, waits = pieces
     of_call = calls["dimension"].to_numpy(dtype=object)

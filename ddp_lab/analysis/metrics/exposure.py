@@ -12,7 +12,7 @@ run, so that hidden communication is hidden wherever it is, and each moment coun
 
 A collective can move data only after its last rank has arrived. So its time on a rank is split there: *wait* until the
 last rank's arrival, then *transfer*. If the ranks' calls cannot be matched (`traces.matching`), all time is transfer.
-Of messages, it is wait where a pass of a pipeline has nothing to do before they come (`metrics.pipeline`).
+A message is waited for while a pass of a pipeline has nothing to do before it comes (`metrics.pipeline`).
 
 Bandwidth belongs to the collective, not to a rank: its payload over the time from the last arrival to the last rank's
 end. A rank that only sends may be done earlier, once its data is in the network's buffers. If a rank is done before the
@@ -81,10 +81,12 @@ def _split(
     timeline: RankTimeline, calls: pd.DataFrame, mesh: Mesh | None
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """The tables `steps`, `collectives` and `dimensions` of one rank; `calls` are in the order of issue."""
+    # exposed time
     compute = union(timeline.intervals("compute"))
     spans = calls[["start", "end"]].to_numpy(float)
     exposed = minus(union(np.concatenate([timeline.intervals("communication"), spans])), compute)
     copies = minus(minus(union(timeline.intervals("memory")), compute), exposed)
+    # the call that each piece of it counts for, and whether the call waited
     wait_ends = calls["last_arrival"].fillna(calls["start"]).clip(calls["start"], calls["end"])
     messages = message_waits(timeline)
     posted_ahead = (calls["kind"] == MESSAGE).to_numpy()
@@ -95,6 +97,7 @@ def _split(
         np.bincount(owner[chosen], us[chosen], minlength=len(calls)) for chosen in (owner >= 0, waits)
     )
     waits |= within(cells[:, 0], messages)
+    # a row a call
     begun = np.sort(timeline.intervals("compute")[:, 0])
     starts_within = np.searchsorted(begun, spans[:, 1]) - np.searchsorted(begun, spans[:, 0], "right")
     is_matched = calls["is_matched"]
@@ -110,6 +113,7 @@ def _split(
     }
     in_ms = {name: values / 1000 for name, values in in_us.items()}
     collectives = calls.assign(**in_ms, compute_starts=starts_within)[list(COLUMNS["collectives"])]
+    # a row a step
     parts = {"compute_ms": compute, "exposed_ms": exposed, "exposed_copy_ms": copies}
     parts |= {"exposed_wait_ms": union(cells[waits]), "exposed_transfer_ms": union(cells[~waits])}
     steps = pd.DataFrame({"rank": timeline.rank, "step": timeline.steps["number"]})
@@ -135,7 +139,8 @@ def _attribute(
     """Exposed time cut where a call begins, ends, or has its last rank; and the call that each piece counts for.
 
     Args:
-        posted_ahead: Which calls are messages. `awaited`: when a pass waits for one.
+        posted_ahead: Which calls are messages.
+        awaited: When a pass waits for a message.
 
     Returns:
         Pieces of shape (n, 2), and for each the index of the running call for which it counts, or -1.
@@ -155,7 +160,7 @@ def _attribute(
 def _backward_ends(timeline: RankTimeline) -> dict[int, float]:
     """By step, when its last backward pass ended.
 
-    On a device that is the end of the last compute kernel that backward launched: the host is through long before.
+    On a device that is the end of the last compute kernel that backward launched: the host is done long before.
     """
     backward = timeline.phases[timeline.phases["name"] == "backward"]
     compute = timeline.kernels[timeline.kernels["lane"] == "compute"]
@@ -171,9 +176,9 @@ def _backward_ends(timeline: RankTimeline) -> dict[int, float]:
 
 
 UNLIKE = 2.0
-"""Ranks of one job whose steps differ by this factor have other clocks."""
+"""If step times of ranks differ by more than this factor, a clock or a unit is wrong."""
 UNSURE = 0.05
-"""Share of a step by which clocks may be unsure."""
+"""Share of a step that the residual of a clock may have."""
 
 
 def disagreements(timelines: Sequence[RankTimeline], exposure: Exposure) -> Iterator[str]:
@@ -196,7 +201,7 @@ def disagreements(timelines: Sequence[RankTimeline], exposure: Exposure) -> Iter
             f"ranks differ in number, kind or size of collectives ({unmatched} have no counterpart), so how long these "
             "waited, and for whom, is unknown"
         )
-    if timelines[0].kind == "cpu":  # a busy machine may take a rank's core for as long as a step, beside any record
+    if timelines[0].kind == "cpu":  # on a busy machine a rank may lose its core for as long as a step
         return
     early = shared[shared["kind"].isin(ENDS_TOGETHER) & (shared["transfer_ms"] <= 0)]
     if len(early):

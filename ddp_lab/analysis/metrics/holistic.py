@@ -15,7 +15,7 @@ from ddp_lab.analysis.traces.timeline import RankTimeline
 from ddp_lab.runtime.errors import UserError
 
 HTA_NAMES = {"compute": "gemm", "communication": "ncclDevKernel", "memory": "Memcpy"}
-"""Names by which HTA knows what a kernel is. It goes by names alone: `mscclKernel` of RCCL is compute to it."""
+"""Kernel names that HTA takes for each lane. It goes by names alone, and takes RCCL's `mscclKernel` for compute."""
 NS = 1000
 """HTA computes in whole numbers: microseconds when it reads a file. Here it gets nanoseconds, so nothing is rounded."""
 

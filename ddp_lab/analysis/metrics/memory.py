@@ -64,7 +64,7 @@ def memory_parts(record: dict[str, Any] | None) -> pd.DataFrame:
 
     Returns:
         Columns rank, those of `COMPONENTS`, `COMMUNICATION`, `OTHER`, `CACHED` (free, in torch's allocator), `OUTSIDE`
-        (beside torch's allocator; on a CPU: of the process, beside tensors; NaN if unknown) and limit.
+        (outside torch's allocator; on a CPU, all of the process but tensors; NaN if unknown) and limit.
     """
     rows = []
     for row in record["memory"] if record else []:
@@ -79,7 +79,7 @@ def memory_parts(record: dict[str, Any] | None) -> pd.DataFrame:
 
 
 def failed_allocation(record: dict[str, Any] | None) -> dict[str, float]:
-    """Of a run that ended out of memory, the figures in bytes that torch gave of `OUT_OF_MEMORY`; empty of others."""
+    """The figures of `OUT_OF_MEMORY` in bytes, for a run that ended out of memory; empty for other runs."""
     message = str(record["ended"].get("message") or "") if record else ""
     matches = {name: re.search(pattern, message) for name, pattern in OUT_OF_MEMORY.items()}
     return {name: float(match[1]) * UNITS[match[2]] for name, match in matches.items() if match and matches["request"]}

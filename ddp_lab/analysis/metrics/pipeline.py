@@ -1,10 +1,10 @@
 """Pipelines: what each rank did of which micro-batch, for whom it waited, and its bubble.
 
 A run leaves a range in the profile for each action of its schedule: `pipeline F2.5` is the forward pass of micro-batch
-5 through stage 2, and within it `pipeline wait RA2.5` is waiting for what the stage before makes of it.
+5 through stage 2, and within it `pipeline wait RA2.5` is the wait for its activations from the stage before.
 
-On a CPU these are times of the training thread. On a device a pass lasts from its first compute kernel to its last, and
-it has waited where no pass ran before it, but communication did. Sends run beside compute there, and have no time.
+On a CPU these are times of the training thread. On a device a pass lasts from its first compute kernel to its last.
+Its wait is the time before it with communication and without a pass. Sends run beside compute there, and take no time.
 """
 
 import numpy as np
@@ -21,12 +21,12 @@ NAME = r"^pipeline (?P<waits>wait )?(?P<kind>[A-Z]{1,2})(?P<stage>\d{1,6})\.(?P<
 PASSES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 PARTS = PASSES | {"wait RA": "wait_activation", "wait RG": "wait_gradient", "SA": "send", "SG": "send"}
 SENDERS = {"wait_activation": -1, "wait_gradient": 1}
-"""How far away the stage is that sends what a part waits for."""
+"""By part: the sending stage, relative to the stage that waits."""
 ACTION = ["rank", "pipeline", "sender", "step", "part", "stage", "micro_batch", "start", "end"]
 
 
 def actions(timeline: RankTimeline) -> pd.DataFrame:
-    """What a rank did, in order: `ACTION` without pipeline and sender; part is of `PARTS`, times in us are its own."""
+    """What a rank did, in order: columns `ACTION` without pipeline and sender. Times are us on its own clock."""
     ranges = timeline.phases.join(timeline.phases["name"].str.extract(NAME)).dropna(subset=["kind"])
     ranges["part"] = (ranges["waits"].fillna("") + ranges["kind"]).map(PARTS)
     inside = ranges["start"].between(timeline.steps["start"].iloc[0], timeline.steps["end"].iloc[-1])
@@ -41,7 +41,7 @@ def actions(timeline: RankTimeline) -> pd.DataFrame:
 
 
 def _on_device(timeline: RankTimeline, passes: pd.DataFrame) -> pd.DataFrame:
-    """When the device ran what the host's `passes` launched, and when it waited in front of them."""
+    """The host's `passes` at the times when the device ran them, and its waits before them."""
     kernels = timeline.kernels[timeline.kernels["lane"] == "compute"].dropna(subset=["launch"])
     place = np.searchsorted(passes["start"].to_numpy(), kernels["launch"].to_numpy(), side="right") - 1
     inside = (place >= 0) & (kernels["launch"].to_numpy() <= np.append(passes["end"].to_numpy(), -np.inf)[place])
@@ -63,8 +63,8 @@ def message_waits(timeline: RankTimeline) -> Intervals:
 
 
 def pipelines(timelines: list[RankTimeline], clocks: pd.DataFrame, mesh: Mesh | None) -> pd.DataFrame:
-    """The `actions` of all ranks on one clock, with the number of its pipeline, and the sender that it waits for.
-    Empty without a mesh that has a pipeline, and if its actions are not named.
+    """The `actions` of all ranks on one clock, with the number of their pipeline, and the rank that they wait for.
+    Empty if the mesh has no pipeline, or the traces do not name actions.
 
     Args:
         clocks: Columns rank and offset_ms.
@@ -106,8 +106,8 @@ def pipeline_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def ideal_bubble(of_step: pd.DataFrame) -> float:
-    """The share of a step of a pipeline that is bubble, where all stages and products take equally long, and messages
-    no time. A forward pass is one product, a backward pass two."""
+    """The bubble's share of a pipeline's step, if all stages and products take equally long and messages take no time.
+    A forward pass is one product, a backward pass two."""
     ranks, stages, micro_batches = (of_step[name].nunique() for name in ("rank", "stage", "micro_batch"))
     products = 1 if (of_step["part"] == "backward_weight").any() else 3
     bubble = products * (ranks - 1) * ranks / stages

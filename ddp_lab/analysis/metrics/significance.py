@@ -1,13 +1,13 @@
 """Whether runs differ: an estimate, its interval, and how sure it is. The unit is the run.
 
-Steps of one run share what the next run has otherwise: where its memory lies, which cores it gets, what else the
+Steps of one run share conditions that change from run to run: where memory lies, which cores it gets, what else the
 machine does. Two runs of one command differ by up to 5 % on an idle machine, and more steps do not help. So a run
 counts once, by its median step, and the spread between runs that should be equal decides.
 
-That spread is known from few runs, so it is taken together with an expected one, as if that were known from
+Few runs show that spread, so it is pooled with an expected one, which counts as much as
 `EXPECTED_DEGREES` + 1 runs (Smyth, "Linear models and empirical Bayes methods for assessing differential expression in
 microarray experiments", Statistical Applications in Genetics and Molecular Biology 3(1), 2004, section 3: the moderated
-t-statistic). With one run a side, only the expected one is there, and the interval is wide.
+t-statistic). With one run a side, the expected spread is the only one, and the interval is wide.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ class Spread(NamedTuple):
     degrees: float
 
     def together(self, other: "Spread") -> "Spread":
-        """Both pooled."""
+        """The two spreads pooled."""
         degrees = self.degrees + other.degrees
         sums = self.variance * self.degrees + other.variance * other.degrees
         return Spread(sums / degrees if degrees else 0.0, degrees)
@@ -90,7 +90,7 @@ def residuals(table: pd.DataFrame) -> pd.DataFrame:
     return complete.sub(complete.mean(axis="columns"), axis="index") - complete.mean() + complete.to_numpy().mean()
 
 
-def spread_beside(table: pd.DataFrame) -> Spread:
+def spread_of(table: pd.DataFrame) -> Spread:
     """The spread of `residuals`."""
     unexplained = residuals(table)
     degrees = (unexplained.shape[0] - 1) * (unexplained.shape[1] - 1)
@@ -98,7 +98,7 @@ def spread_beside(table: pd.DataFrame) -> Spread:
 
 
 def expected_spread(noise: float) -> Spread:
-    """What to expect of runs of which each knows its own value up to `noise`, a variance."""
+    """The spread to expect between runs whose values are known up to `noise`, a variance."""
     return Spread(EXPECTED_SPREAD**2 + noise, EXPECTED_DEGREES)
 
 
@@ -119,12 +119,12 @@ def estimate(value: float, runs: Sequence[int], spread: Spread) -> Estimate:
 
 
 def difference(old: Sequence[float], new: Sequence[float], spread: Spread = NO_SPREAD) -> Estimate:
-    """How much larger `new` is than `old`, a value of each run; `spread`: what is known besides of equal runs."""
+    """How much larger `new` is than `old`, which have a value for each run. `spread`: of other equal runs."""
     value = float(np.mean(new) - np.mean(old)) if len(old) and len(new) else np.nan
     return estimate(value, (len(old), len(new)), pooled([old, new]).together(spread))
 
 
-def apart(times: pd.Series, base: pd.Series) -> float:
+def log_ratio(times: pd.Series, base: pd.Series) -> float:
     """The logarithm of the ratio of two runs' step times: the median over the steps that were timed in both.
 
     Step k of two runs trains on the same samples, so steps are compared one by one. NaN below `FEWEST_STEPS`.
@@ -134,7 +134,7 @@ def apart(times: pd.Series, base: pd.Series) -> float:
 
 
 def noise(times: pd.Series, base: pd.Series) -> float:
-    """The variance of a run's median because its steps vary: half of that of `apart`, if they are normal."""
+    """The variance of a run's median because its steps vary: half of that of `log_ratio`, if they are normal."""
     logs = logs_of(times, base)
     quartiles = logs.quantile([0.25, 0.75])
     deviation = float(quartiles.iloc[1] - quartiles.iloc[0]) / 1.349
@@ -170,7 +170,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def runs_needed(ratio: Estimate, runs: int) -> int | None:
-    """About how many runs a side would show a ratio of this size; None if more than 20."""
+    """About how many runs a side would tell a ratio of this size from chance; None if more than 20."""
     reach, value = log(ratio.high / ratio.low) / 2, log(ratio.value)
     if not value:
         return None

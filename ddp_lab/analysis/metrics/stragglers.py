@@ -36,7 +36,7 @@ def has_stages(calls: pd.DataFrame) -> bool:
 
 
 def _comparable(calls: pd.DataFrame) -> pd.DataFrame:
-    """The matched ones, but for those of several stages of a pipeline: its schedule says in which order these come."""
+    """Matched calls, without those over several stages of a pipeline, whose order its schedule sets."""
     across = (PIPELINE, EVERYONE) if has_stages(calls) else ()
     return calls[calls["late_rank"].notna() & ~calls["dimension"].isin(across)]
 

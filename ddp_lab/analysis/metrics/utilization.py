@@ -32,7 +32,7 @@ def peak_of(record: dict[str, Any]) -> Peak | None:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """Of matrix products of a run."""
+    """The dtype of a run's matrix products."""
     half = {"bf16": "bfloat16", "bf16-true": "bfloat16", "fp16": "float16"}
     return half.get(config.get("param_dtype") or config["precision"], "tfloat32" if config.get("tf32") else "float32")
 

@@ -1,7 +1,7 @@
 """What is wrong with the times of a trace, and what that does to the figures.
 
-Each trace is checked once, when its timeline is built. What cannot be is left out or mended, and a sentence says so. A
-kernel that a profiler lost together with its launch leaves no sign, and neither does a shorter one.
+Each trace is checked once, when its timeline is built. Impossible events are left out or repaired, and a sentence says
+so. A kernel that the profiler lost together with its launch leaves no sign, nor does one that it recorded too short.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 EARLY_US = 100.0
-"""By how much the clocks of device and host may let a kernel begin before its launch, or overtake another."""
+"""A kernel may begin this long before its launch, or before an earlier kernel: clocks of device and host differ."""
 GAP = 0.1
-"""Share of a step by which the time between two may be longer than usual; the usual is the profiler's own work."""
+"""Share of a step by which the time between two steps may exceed the usual time, which is the profiler's own work."""
 OVERLAP = 0.01
 """Share of a stream's busy time in which kernels may overlap: dependent launches do."""
 
@@ -50,12 +50,14 @@ def without_early(events: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def of_timeline(kernels: pd.DataFrame, steps: pd.DataFrame, operators: pd.DataFrame) -> Iterator[str]:
-    """Sentences on one rank.
+    """A sentence for each thing that is wrong with the times of one rank.
 
     Args:
-        kernels: As in a timeline. `steps`: all profiled ones, with the column number.
+        kernels: As in a timeline.
+        steps: All profiled ones, with the column number.
         operators: Of the training thread on the host, which nest; empty if a device ran.
     """
+    # kernels that overlap, overtake or last no time
     for stream, ran in kernels.sort_values("start", kind="stable").groupby("stream"):
         furthest = np.maximum.accumulate(ran["end"].to_numpy())[:-1]
         over = np.minimum(furthest, ran["end"].to_numpy()[1:]) - ran["start"].to_numpy()[1:]
@@ -76,11 +78,13 @@ def of_timeline(kernels: pd.DataFrame, steps: pd.DataFrame, operators: pd.DataFr
     instant = int((kernels["end"] <= kernels["start"]).sum())
     if instant:
         yield f"kernels that last no time are in it ({instant}), so busy time lacks theirs"
+    # operators that do not nest
     ordered = operators.sort_values(["start", "end"], ascending=[True, False], kind="stable")
     furthest = np.maximum.accumulate(ordered["end"].to_numpy())[:-1]
     crossed = (ordered["start"].to_numpy()[1:] < furthest - 1) & (ordered["end"].to_numpy()[1:] > furthest + 1)
     if crossed.any():
         yield f"operators of one thread begin in another and end after it ({crossed.sum()}), so compute lacks theirs"
+    # steps that are missing, and time between steps
     numbers, starts, ends = (steps[name].to_numpy() for name in ("number", "start", "end"))
     if (np.diff(numbers) != 1).any():
         yield f"its steps are {', '.join(map(str, numbers[:12]))}: what lies between counts in the step before"

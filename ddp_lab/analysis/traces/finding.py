@@ -51,7 +51,7 @@ def find_windows(trace_dir: Path) -> list[Window]:
         raise UserError(
             f"{trace_dir}: no trace (*.json or *.json.gz) in this folder; train without --no-profile, and to the end"
         )
-    named = [path for path in paths if OWN_NAME.match(path.name)]  # then other JSON files are not traces
+    named = [path for path in paths if OWN_NAME.match(path.name)]  # if there are any, other JSON files are not traces
     return group_by_window(named or paths, trace_dir.resolve().name)
 
 

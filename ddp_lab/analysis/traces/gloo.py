@@ -34,18 +34,18 @@ COMPOSED_NAME = re.compile(
     COMPOSED + r"(?P<kind>all_gather|reduce_scatter) of (?P<parts>(?P<count>\d{1,6}) (?:scatter|broadcast)s?)"
 )
 ROOT = re.compile(r"(?:, root \d+| root \d+).*")
-"""What the group of one root has behind the name of the group of which it was made."""
+"""The end of the name of a group of one root, after the name of the group that it was made from."""
 OF_LISTS, OF_TENSORS = "c10d::reduce_scatter_", "c10d::reduce_scatter_tensor_coalesced_"
 """Operators that have several spans: one for each rank, and one for each tensor."""
 SECOND = frozenset(("all_gather", "all_to_all", "gather", "reduce_scatter"))
 """Kinds of which the span shows the operator's second argument, not its first."""
 SHARES = frozenset(("all_gather", "gather", "scatter"))
-"""Kinds of which that argument is one rank's share: the payload is as many times as large as there are ranks."""
+"""Kinds of which that argument is one rank's share: the payload is that times the number of ranks."""
 
 
 def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBODY) -> tuple[pd.DataFrame, list[str]]:
-    """The columns of `COLUMNS`; a row for each call, or for all that are one collective (`_composed`). And a sentence
-    if a span is missing from between others.
+    """The columns of `COLUMNS`, a row for each call, or for all calls that make one collective (`_composed`). And a
+    sentence if a span is missing between others.
 
     A call belongs to the first span of its kind and size that began after it, on a thread of its group, and that no
     earlier call has taken. The size is needed because two Gloo threads may start their work in either order. A span of
@@ -56,12 +56,14 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
         group: Of calls without a mark, from `only_group`. If the group of a call is unknown, so are its size and the
             payload of collectives that split a tensor over ranks.
     """
+    # calls and spans
     calls = _calls(events, world_size, group)
     waiting, groups = _spans(events, calls)
     around = enclosing(calls, events[events["name"].str.startswith(COMPOSED)])
     composites: dict[int, list[dict[str, Any]]] = defaultdict(list)
     began = []
     issued: list[Any] = list(calls.itertuples())
+    # a row a call, by the collective that it is a part of
     for call, composite in zip(issued, around, strict=True):
         spans = _take(call, waiting, groups)
         began.append(max((span.start for span in spans), default=np.nan))
@@ -81,6 +83,7 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
             "",
         ]
         composites[composite if composite >= 0 else call.Index].append(dict(zip(COLUMNS, row, strict=True)))
+    # a row a collective, and spans that are missing
     rows = [row for label, parts in composites.items() for row in _composed(str(events["name"][label]), parts)]
     # A call that was under way when the trace ended has no span either, but then no later call like it has one.
     latest = calls.assign(began=began).groupby(["kind", "group", "spans"])["began"].transform("max")
@@ -123,10 +126,10 @@ def _sizes(call: Any, ranks: int, world_size: int) -> tuple[float, tuple[int, ..
 
 
 def _spans(events: pd.DataFrame, calls: pd.DataFrame) -> tuple[dict[Any, list[Any]], dict[str, set[str]]]:
-    """The spans by kind and elements, in order of start; and the groups of which each Gloo thread may be.
+    """The spans by kind and elements, in order of start; and the groups that each Gloo thread may serve.
 
-    A group has threads of its own. So a thread is of a group that issues everything that the thread ran, and not of one
-    whose calls of some kind and size all have spans on threads that can be of no other.
+    A group has threads of its own. So a thread serves a group that issues everything that the thread ran. It does not
+    serve a group whose calls of some kind and size all have spans on threads that can serve no other group.
     """
     everything = set(calls["group"])
     issuing: dict[Any, Counter[str]] = defaultdict(Counter)

@@ -94,11 +94,11 @@ def clock_offsets(calls: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
     while len(clocks) < len(ranks):
         pairs = often.loc[list(clocks), [rank for rank in ranks if rank not in clocks]].stack()
         aligned, rank = pairs.index[int(pairs.to_numpy().argmax())]
-        apart = (ends[rank] - ends[aligned]).dropna() / 1000
-        offset = apart.median() if len(apart) >= ENOUGH_ENDS else 0.0
-        if abs(offset) <= 3 * (apart - offset).abs().median():  # within the usual scatter of ends
+        lags = (ends[rank] - ends[aligned]).dropna() / 1000
+        offset = lags.median() if len(lags) >= ENOUGH_ENDS else 0.0
+        if abs(offset) <= 3 * (lags - offset).abs().median():  # within the usual scatter of ends
             offset = 0.0
-        residual = (apart - offset).abs().median() if len(apart) >= ENOUGH_ENDS else np.nan
+        residual = (lags - offset).abs().median() if len(lags) >= ENOUGH_ENDS else np.nan
         clocks[rank] = (clocks[aligned][0] + offset, residual)
     rows = [(rank, *clocks[rank]) for rank in ranks]
     return pd.DataFrame(rows, columns=["rank", "offset_ms", "residual_ms"])

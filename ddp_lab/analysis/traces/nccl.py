@@ -48,6 +48,7 @@ def device_collectives(
             several, or such calls ran on several streams, their group is unknown: each group has a stream of its own.
         world_size: The size of a group of all ranks; 0 if unknown.
     """
+    # what the host said of each call
     described = {
         operator: args
         for args in events.loc[events["name"] == "record_param_comms", "args"]
@@ -61,6 +62,7 @@ def device_collectives(
         enclosing(launches, events[names.str.startswith(prefix) & (names != "nccl:coalesced")])  # of unknown content
         for prefix in ("c10d::", "nccl:")
     )
+    # a row a call
     rows: dict[int, list[Any]] = {}
     ran: list[Any] = list(kernels.itertuples())
     for number, (kernel, call, span) in enumerate(zip(ran, operators, spans, strict=True)):
@@ -88,6 +90,7 @@ def device_collectives(
             "",
         ]
     table = pd.DataFrame(rows.values(), columns=COLUMNS).astype(COLUMN_TYPES)
+    # calls without a group
     nameless = table["group"] == ""
     if group and table.loc[nameless, "stream"].nunique() == 1:
         table.loc[nameless, "group"] = group

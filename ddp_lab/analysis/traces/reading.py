@@ -23,7 +23,7 @@ from ddp_lab.untrusted import json_bytes, most_bytes
 
 PACED = "paced::"
 """`--link` (docs/link.md) makes operators `paced::all_reduce` and so on, which last as long as Gloo's spans would over
-such links; Gloo's own spans are as they are in memory."""
+that link. Gloo's own spans show the time in memory."""
 DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 LAUNCH_CATEGORIES = ("_runtime", "_driver")
 COLLECTIVE_KERNEL = re.compile(
@@ -35,7 +35,7 @@ COLLECTIVE_KERNEL = re.compile(
 Behind them: symmetric memory of torch, custom all-reduces of vLLM and TensorRT-LLM, NVSHMEM, DeepEP. Names that begin
 with `triton_` are of Inductor: they list what was fused around a collective."""
 HOST_CALLS = ("nccl:", "rccl:", "record_param_comms")
-"""How events of the host begin that show that NCCL was called. Of ProcessGroupNCCL2 there is no `nccl:` span."""
+"""How the names of host events begin that show a call of NCCL. ProcessGroupNCCL2 leaves no `nccl:` span."""
 COLLECTIVE_NAME = re.compile(
     rf"(c10d::|gloo:|{PACED}|issued |composed |{'|'.join(HOST_CALLS)})|{COLLECTIVE_KERNEL.pattern}"
 )
@@ -54,7 +54,7 @@ LARGEST_TIME_US = 1e17
 """Three thousand years. A larger time is an error in the trace."""
 Decoded = TypeVar("Decoded")
 REPAIRED = 1 / 8
-"""Of the largest file: how much is repaired, which takes ten times the memory of reading it."""
+"""Files up to this share of the largest are repaired. That takes ten times the memory of reading."""
 STEP_NAME = re.compile(rb'"ProfilerStep#(\d{1,15})"')
 
 
@@ -91,10 +91,10 @@ class RankTrace:
         info: The file's `distributedInfo`: backend, rank, world_size, pg_config; empty where there is none.
         events: Events with a duration, in order of start. Columns cat, name, thread (process and thread), start,
             end (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN),
-            launcher (the thread that did), is_unlaunched (its launch is not there, though it is no earlier than
-            others that are) and args (a dict, of collectives only; else None). A trace with device events keeps only
+            launcher (the thread that did), is_unlaunched (its launch is not there, though launches as early
+            as it are) and args (a dict, of collectives only; else None). A trace with device events keeps only
             those operators of the host that issue collectives.
-        unseen: When kernels were launched that are not in the trace, in us.
+        unseen: Launch times in us of kernels that are not in the trace.
         notes: A sentence for each kind of event that was left out.
     """
 
@@ -183,9 +183,10 @@ def _repaired(data: bytes | bytearray) -> bytes:
 
 
 def _table(events: list[_Event]) -> tuple[pd.DataFrame, NDArray[np.float64], list[str]]:
-    """Of a `RankTrace` the events, what is unseen and the notes."""
+    """The events, unseen launches and notes of a `RankTrace`."""
     complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
     on_device = any(event.cat in DEVICE_CATEGORIES for event in complete)
+    # the events that figures need
     relevant: list[_Event] = []
     launched: dict[int, _Event] = {}  # one graph launch may have launched many kernels
     for event in complete:
@@ -196,6 +197,7 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, NDArray[np.float64], lis
             launched[link] = event
         elif event.cat == "cpu_op" and (not on_device or COLLECTIVE_NAME.match(event.name)):
             relevant.append(event)
+    # a row an event, with its launch
     first, linked, rows = min(launched, default=0), set(), []
     for event in relevant:
         device = _device_arguments(event) if event.cat in DEVICE_CATEGORIES else None
@@ -209,6 +211,7 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, NDArray[np.float64], lis
     unseen = [call.ts for link, call in launched.items() if link not in linked and "LaunchKernel" in call.name]
     names = ["cat", "name", "thread", "start", "end", "stream", "launch", "launcher", "is_unlaunched", "args"]
     frame = pd.DataFrame(rows, columns=names)
+    # times
     for column in ("start", "end", "launch"):
         frame[column] = _numbers(frame[column])
     frame["is_unlaunched"] &= frame["launch"].isna()

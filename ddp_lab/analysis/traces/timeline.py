@@ -48,11 +48,11 @@ class RankTimeline:
         steps: Columns number, start, end: the analysed optimizer steps, as the host went through them.
         phases: Columns name, start, end: forward, backward, gradient_sync, optimizer, and actions of a pipeline.
         kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
-            which the host issued it; NaN if unknown). All that the analysed steps issued, and all that ran beside it.
+            which the host issued it; NaN if unknown). All that the analysed steps issued, and all that ran during them.
         collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
             dtype, stream, issued, made_of (`2 scatters`; empty for calls by themselves).
         notes: A sentence for each thing that is wrong with the trace, and what that does to the figures.
-        hides_communication: Ranks met, but never in kernels of a device, which is all that HTA sees.
+        hides_communication: Ranks communicated, but not in kernels of a device, the only ones that HTA sees.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class RankTimeline:
 
     @cached_property
     def windows(self) -> Intervals:
-        """Of each of the `steps`, the time that counts as its own: on a device `device_windows`, else the host's."""
+        """The time that counts as each step's own: on a device `device_windows`, else the host's step."""
         on_host = self.steps[["start", "end"]].to_numpy(dtype=np.float64)
         return device_windows(self.kernels, on_host) if self.kind == "cuda" else on_host
 
@@ -101,6 +101,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     Raises:
         UserError: no ProfilerStep, its clock is broken, or nothing ran in the analysed steps, or for no time.
     """
+    # repair events
     path, info = trace.path, trace.info
     steps = profiler_steps(trace.events, path)
     notes = [*trace.notes]
@@ -108,6 +109,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     for repair in (lambda table: without_absurd(table, steps), with_launches, without_early):
         events, sentences = repair(events)
         notes += sentences
+    # steps and kernels
     profiled = steps
     if not include_last_step and len(steps) > 1:
         steps = steps.iloc[:-1]
@@ -119,6 +121,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     kernels = device_kernels(events[on_device]) if kind == "cuda" else lower_cpu_events(events, operators)
     begin, end = steps["start"].iloc[0], steps["end"].iloc[-1]
     issued = kernels["launch"].between(begin, end)
+    # do they make sense?
     if (steps["end"] <= steps["start"]).any():
         raise UserError(f"{path}: a step in it lasts no time; its clock stood still")
     if not (issued & (kernels["end"] > kernels["start"])).any():
@@ -126,6 +129,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     last = device_windows(kernels, steps[["start", "end"]].to_numpy(dtype=float))[-1, 1] if kind == "cuda" else end
     if unseen := int(((trace.unseen >= begin) & (trace.unseen <= end)).sum()):
         notes.append(f"kernels that were launched are not in it ({unseen}), so busy time lacks theirs")
+    # collectives
     running = (kernels["start"] < last) & (kernels["end"] > begin)
     collectives, sentences = gloo_collectives(events, world_size or 0, only_group(info))
     notes += sentences
@@ -141,6 +145,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
             f"the host calls collectives ({calls}), but no kernel of theirs is in it: what was sent, and how much of "
             "its time was exposed, is unknown"
         )
+    # phases
     is_phase = events["name"].isin(PHASES) | events["name"].str.startswith("pipeline ")
     phases = events[is_phase & (events["cat"] == "user_annotation")]
     return RankTimeline(

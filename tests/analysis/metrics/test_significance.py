@@ -12,15 +12,15 @@ from ddp_lab.analysis.metrics.significance import (
     NO_SPREAD,
     Estimate,
     Spread,
-    apart,
     difference,
     expected_spread,
     holm,
+    log_ratio,
     noise,
     pooled,
     runs_needed,
     signs,
-    spread_beside,
+    spread_of,
 )
 from tests.tables import each_row
 
@@ -41,9 +41,9 @@ def test_spreads_worked_out_by_hand():
     of each corner is explained by neither row nor column, and one degree of freedom is left."""
     assert pooled([[0, 2], [4, 6], [9]]) == Spread(2, 2)
     assert Spread(2, 2).together(Spread(8, 1)) == Spread(4, 3) and NO_SPREAD.together(NO_SPREAD) == NO_SPREAD
-    assert spread_beside(pd.DataFrame([[0, 0], [1, 3]])) == Spread(1, 1)
-    assert spread_beside(pd.DataFrame([[0, 5, 1], [2, 7, np.nan]])) == Spread(0, 1), "a slow pass is no spread"
-    assert spread_beside(pd.DataFrame([[0], [1]])).degrees == spread_beside(pd.DataFrame([[np.nan], [1]])).degrees == 0
+    assert spread_of(pd.DataFrame([[0, 0], [1, 3]])) == Spread(1, 1)
+    assert spread_of(pd.DataFrame([[0, 5, 1], [2, 7, np.nan]])) == Spread(0, 1), "a slow pass is no spread"
+    assert spread_of(pd.DataFrame([[0], [1]])).degrees == spread_of(pd.DataFrame([[np.nan], [1]])).degrees == 0
 
 
 def test_one_run_a_side_has_the_expected_spread_alone():
@@ -69,8 +69,8 @@ def test_runs_are_compared_step_by_step():
     """Every step is a tenth slower, though each run's own steps vary tenfold, and each misses one."""
     steps = pd.Series(np.geomspace(10, 100, 30), index=range(1, 31))
     slower = 1.1 * steps.drop(7)[::-1]
-    assert np.exp(apart(slower, steps.drop(3))) == pytest.approx(1.1) and noise(slower, steps) < 1e-20
-    assert np.isnan(apart(steps[:4], steps)) and noise(steps[:4], steps) == 0
+    assert np.exp(log_ratio(slower, steps.drop(3))) == pytest.approx(1.1) and noise(slower, steps) < 1e-20
+    assert np.isnan(log_ratio(steps[:4], steps)) and noise(steps[:4], steps) == 0
 
 
 def test_the_median_of_noisy_steps_is_noisy():

@@ -41,10 +41,10 @@ def styled(figure: go.Figure) -> go.Figure:
 
 
 def axis_end(values: Iterable[float], most: float = 0.75) -> float:
-    """Where an axis from 0 ends: at the largest value, or before values that would flatten all others.
+    """Where an axis from 0 ends: at the largest value, or below outliers that would flatten all others.
 
-    These are above `OUTLIER` times the value that the share `most` of all does not exceed (of few, the next below).
-    Zeros and unknown values do not count; without any other, it is 1.
+    Outliers are above `OUTLIER` times the quantile `most` of the values, rounded down to one of them. Zeros and unknown
+    values do not count; without other values the axis ends at 1.
     """
     ordered = np.sort(np.fromiter(values, float))
     ordered = ordered[ordered > 0]
@@ -55,11 +55,11 @@ def axis_end(values: Iterable[float], most: float = 0.75) -> float:
 
 
 def clip_bars(figure: go.Figure, ends: Mapping[str, float], texts: Iterable[str], room: float = 1.0) -> float:
-    """End the x axis of horizontal bars where `axis_end` says, and write the text of a bar that goes on at its end.
+    """End the x axis of horizontal bars at `axis_end`, which it returns, and write the text of a longer bar there.
 
     Args:
         ends: Where each bar ends, by its place on the y axis.
-        room: The axis goes on to this many times that.
+        room: The axis is this many times as long as that.
     """
     end = axis_end(ends.values())
     figure.update_xaxes(range=[0, end * room])

@@ -33,10 +33,11 @@ def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
 
 
 def with_named_streams(timeline: RankTimeline, mesh: Mesh | None) -> RankTimeline:
-    """`timeline` with one communication stream for each dimension of the mesh; without one, for each process group of a
-    device, or for each kind of collective over Gloo. What Gloo's threads ran is one kernel for each collective.
+    """`timeline` with a communication stream for each dimension of the mesh. Without a mesh, it is for each process
+    group of a device, or for each kind of collective over Gloo.
 
-    Each process group has its own streams of a device. So a stream has the dimension of most of its calls.
+    Over Gloo each collective becomes one kernel. On a device each process group has its own streams, so a stream has
+    the name of most of its calls.
     """
     calls, kernels = timeline.collectives, timeline.kernels
     kinds = [label(*of) for of in zip(calls["kind"], calls["made_of"], strict=True)]

@@ -50,6 +50,7 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None
         main = f"rank {timeline.rank}"
         lanes[main] = f"<b>rank {timeline.rank}</b>"
         bars += compute_bars(timeline, start, end, gap, main)
+        # a lane for each stream
         most = MOST_KERNELS // len(timelines)
         kernels = lane_kernels(timeline, start, end, most)
         for lane, label in STREAM_NAMES.items():

@@ -31,6 +31,7 @@ def memory_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
             colour = MEMORY_COLOURS[component]
             figure.add_trace(bars(names, at_rest, label, colour, base=begin, customdata=at_rest, hovertemplate=hover))
         begin = begin + at_rest
+    # the formula
     figure.add_scatter(
         x=expected,
         y=names,
@@ -39,6 +40,7 @@ def memory_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
         marker={"symbol": "line-ns", "size": 20, "line": {"width": 2.5, "color": "var(--ink)"}},
         hovertemplate="%{y}: %{x:.2f} MiB at rest by the formula<extra></extra>",
     )
+    # figures behind the bars
     ends = pd.concat([peak, expected], axis="columns").max(axis="columns")
     texts = [f"{states:,.1f} MiB, peak {most:,.1f} MiB" for states, most in zip(begin, peak, strict=True)]
     end = clip_bars(
@@ -89,6 +91,7 @@ def memory_timeline_figure(record: dict[str, Any] | None, summary: pd.DataFrame)
         rows=len(panels), vertical_spacing=55 / (PANEL_PX * len(panels)), subplot_titles=[" "] * len(panels)
     )
     for index, (row, (frame, phases)) in enumerate(panels):
+        # components
         place, last = {"row": index + 1, "col": 1}, frame["ms"].iloc[-1]
         for component, label in {**COMPONENTS, COMMUNICATION: "communication buffers", OTHER: OTHER}.items():
             if frame[component].fillna(0).any():
@@ -106,6 +109,7 @@ def memory_timeline_figure(record: dict[str, Any] | None, summary: pd.DataFrame)
                     hovertemplate=f"{label}: %{{y:.2f}} MiB, at %{{x:.1f}} ms<extra>%{{customdata}}</extra>",
                     **place,
                 )
+        # phases, the formula and the peak
         top, expected = frame["total"].max() * MIB, row["expected_model_states_bytes"] * MIB
         draw_phases(figure, phases, max(top, expected), place)
         figure.add_scatter(
@@ -132,6 +136,7 @@ def memory_timeline_figure(record: dict[str, Any] | None, summary: pd.DataFrame)
         figure.layout.annotations[index].text = f"<b>rank {row['rank']}</b>: {title}"
         figure.update_yaxes(range=[0, max(top, expected) * 1.2], title="MiB", **place)
         figure.update_xaxes(range=[0, last], **place)
+    # axes and legend
     figure.update_xaxes(title="ms since the step began, without the time of sampling", row=len(panels), col=1)
     height = 130 + PANEL_PX * len(panels)
     figure.update_layout(height=height, meta={"narrowest": 560}, uniformtext={"mode": "hide", "minsize": 10})

@@ -45,7 +45,7 @@ class Compared:
         failed: Choices without a result.
         differences: What the runs differ in besides their choice, as the user allowed.
         incomplete: Choices without traces of some ranks. The page shows no figures of their traces.
-        unfinished: How far the sweep got, if it is not whole.
+        unfinished: How far the sweep got, if it is not complete.
     """
 
     records: Mapping[str, dict[str, Any]]
@@ -142,13 +142,13 @@ def comparison_page(compared: Compared, linked: Collection[str] = (), docs: str 
 
 
 def blocks(compared: Compared) -> list[Block]:
-    """What explains the first screen: all but the steps is folded."""
+    """The blocks that explain the first screen. All but the drawn steps are folded."""
     table, records, traced = compared.table, compared.records, compared.traced
     differ, alike = figures(table)
     remembered = table.dropna(subset=["peak_bytes", "model_states_bytes"])
-    apart = table[table["choice"] != compared.reference].dropna(subset=["loss_difference"])
+    rivals = table[table["choice"] != compared.reference].dropna(subset=["loss_difference"])
     unit, first = table.attrs["loss_unit"], compared.first
-    losses_apart = apart.set_index("choice")["loss_difference"], unit, len(first["train_loss"])
+    losses_apart = rivals.set_index("choice")["loss_difference"], unit, len(first["train_loss"])
     tested = EXPECTED_SPREAD, EXPECTED_DEGREES, LEVEL, len(compared.groups) > 1, not compared.differences
     notes = dict.fromkeys(line for record in records.values() for line in labels(record))
     return [
@@ -178,9 +178,10 @@ def blocks(compared: Compared) -> list[Block]:
 
 
 def figures(table: pd.DataFrame) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All columns of the CSV but empty ones and kinds of collectives that did not run: those that differ, and others.
+    """Two tables of the CSV's columns: those that differ between strategies, and those that are the same for all.
 
-    What a figure means, and its name in the CSV file, is told when its own name is pointed at.
+    Empty columns and kinds of collectives that did not run are left out. Pointing at the name of a figure shows what it
+    means, and its name in the CSV file.
     """
     silent = LABELS.keys() - kinds_run(table)
     differ: list[list[dict[str, Any]]] = []
