@@ -39,7 +39,7 @@ WIDTH, SAMPLES, STEPS = 3072, 256, 3
 
 
 class Pause(torch.autograd.Function):
-    """The identity, but it takes so long, in forward and in backward."""
+    """The identity, which takes `seconds` in forward and again in backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
@@ -54,7 +54,7 @@ class Pause(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One that takes `seconds` for each of its three products, or as long as they do."""
+    """A linear layer. Each of its three products takes `seconds`, or as long as it needs if that is 0."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -85,6 +85,7 @@ def measured(folder: Path, schedule: str, micro_batches: int, pass_ms: float, sl
         pass_ms: What forward of a micro-batch takes on a rank; backward takes twice as long.
         slow: The second stage takes so many times as long.
     """
+    # the strategy
     ranks, rank, per_rank = dist.get_world_size(), dist.get_rank(), 2 if schedule == "interleaved" else 1
     shape = Shape(ranks, micro_batches, per_rank)
     factors = [slow if stage == 1 else 1.0 for stage in range(shape.stages)]
@@ -94,6 +95,7 @@ def measured(folder: Path, schedule: str, micro_batches: int, pass_ms: float, sl
     batches = [
         {"hidden": torch.ones(SAMPLES, 8 if pass_ms else WIDTH, requires_grad=True)} for _ in range(micro_batches)
     ]
+    # a trace of each rank
     strategy.forward_backward(batches)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for step in range(STEPS):
@@ -102,6 +104,7 @@ def measured(folder: Path, schedule: str, micro_batches: int, pass_ms: float, sl
                 strategy.forward_backward(batches)
     profiler.export_chrome_trace(str(folder / f"{rank}.json"))
     host_barrier()  # all are written
+    # traces against paper
     bubble, step_ms = from_rank0(lambda: read(folder, ranks))
     paper = run_on_paper(lists_of(SCHEDULES[schedule], shape), shape, factors=factors)
     stages = "multiply" if not pass_ms else "equal" if slow == 1 else f"second {slow:g} times as slow"
@@ -113,8 +116,8 @@ def measured(folder: Path, schedule: str, micro_batches: int, pass_ms: float, sl
 
 
 def read(folder: Path, ranks: int) -> tuple[float, float]:
-    """Of the quickest step, in which other processes disturbed least: the share that is bubble, in %, the mean over
-    ranks; and how long it is, in ms."""
+    """The bubble of the quickest step, in % of it and as a mean over ranks, and its length in ms. Other processes
+    disturbed this step least."""
     timelines = [build_timeline(read_trace(folder / f"{rank}.json"), rank, True) for rank in range(ranks)]
     clocks = pd.DataFrame({"rank": range(ranks), "offset_ms": 0.0})  # all are of this machine
     passes = pipelines(timelines, clocks, {"pp": ranks})

@@ -88,7 +88,7 @@ COLUMNS = {
     "busbw_gb_per_s": "size over median time, in 10^9 bytes a second, times nccl-tests' factor for it",
     "wrong": "wrong elements of one checked call, summed over ranks",
 }
-"""Of the CSV, with their meanings."""
+"""The columns of the CSV, with their meanings."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -135,7 +135,7 @@ class Call:
     """A collective on one rank, with its tensors.
 
     Args:
-        count: Of elements, which the world size divides.
+        count: Number of elements, a multiple of the world size.
     """
 
     def __init__(self, collective: str, count: int, dtype: torch.dtype, ranks: Ranks) -> None:
@@ -150,7 +150,7 @@ class Call:
         self.issue(self.received, self.sent)
 
     def count_wrong(self) -> int:
-        """Run it once; how many elements of this rank are not what they must be. NaN is wrong too.
+        """Run the collective once, and return how many elements of this rank are wrong. NaN is wrong too.
 
         Leaves zeros, which stay zeros however often a sum is repeated.
         """
@@ -198,7 +198,7 @@ def measured(
 
 
 def seconds_of(call: Call, calls: int, in_a_row: int, ranks: Ranks, control: Any) -> list[float]:
-    """Of each timed call on its slowest rank, from a start that all share; the mean of those in a row. Collective."""
+    """Seconds of each timed call on its slowest rank, from a common start; a mean over calls in a row. Collective."""
 
     def synchronize() -> None:
         if ranks.device.type == "cuda":

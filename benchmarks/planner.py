@@ -51,7 +51,7 @@ def read(path: Path) -> Mapping[str, Measured]:
 
 
 def case_in(row: Measured) -> Case:
-    """What a row describes.
+    """The case that a row describes.
 
     Raises:
         UserError: it makes no sense.

@@ -86,7 +86,7 @@ def time_rounds(
     """Run all choices in turn, in a new random order each round. Collective.
 
     Args:
-        clock: Tells seconds.
+        clock: Returns seconds.
 
     Returns:
         Milliseconds a step, of the slowest rank: one row for each round and one column for each choice.

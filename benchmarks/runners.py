@@ -77,10 +77,10 @@ def parse_variant(text: str) -> dict[str, object]:
 
 
 def value_of(field: Field[Any], text: str) -> object:
-    """A setting of a choice.
+    """The value of a setting, from its text.
 
     Raises:
-        UserError: it is none.
+        UserError: the setting cannot have this value.
     """
     if field.name == "mesh":
         text = re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(",")
@@ -162,6 +162,7 @@ def make_runner(config: RunConfig, ranks: Ranks) -> Runner:
 
 def plain_runner(config: RunConfig, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:
     """One of `PLAIN`, as a person writes it by hand."""
+    # the model
     name, size = config.choice, ModelSize.of(workload.model)
     module, everyone = workload.model.to(ranks.device), dist.group.WORLD
     settings = {"lr": workload.learning_rate, "fused": True}
@@ -173,6 +174,7 @@ def plain_runner(config: RunConfig, workload: Workload, batches: Sequence[MicroB
         for block in find_blocks(module):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
         fully_shard(module, mesh=mesh)
+    # the optimizer
     optimizer: torch.optim.Optimizer
     if name == "bare_zero1":
         packed: dict[str, Any] = {"parameters_as_bucket_view": True, **settings}
@@ -206,7 +208,7 @@ def measure_memory(runner: Runner, device: torch.device) -> tuple[int, int]:
 
     The step runs once the choice has settled and optimizer states exist; gradients are dropped before it.
     """
-    with counting_on_all_threads():  # of all steps: the count of a tensor that it did not see made would go wrong
+    with counting_on_all_threads():  # counts all steps, since it cannot count a tensor whose allocation it missed
         runner.steps(runner.settling_steps)
         resting = runner.state_bytes()
         runner.drop_gradients()
@@ -237,7 +239,7 @@ class CountLaunches(TorchDispatchMode):
 
 
 def count_operators(runner: Runner) -> int:
-    """Of a step."""
+    """The number of operators in a step."""
     with CountLaunches() as counter:
         runner.steps(1)
     return counter.count

@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def look(choice: str, model: str, micro_batches: int) -> Counts:
-    """Buckets are small beside the model, as they are beside a large one."""
+    """The counts of a choice. Buckets are small beside the model, as they are beside a large one."""
     options = StrategyOptions(bucket_cap_mb=SMALL_MB) if choice in IN_BUCKETS else StrategyOptions()
     make_strategy = lambda: nullcontext(load(choice)(build(model), adamw, options))  # noqa: E731
     return check(make_strategy, partial(make_batch, model, 3), micro_batches)

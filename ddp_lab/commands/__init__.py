@@ -8,9 +8,13 @@ TRAIN, READ, LOOK = "train", "read what runs left", "before a run, or when it fa
 
 
 class Command(NamedTuple):
-    """Attributes:
-    module: Has `build_parser() -> ArgumentParser` and `main(arguments) -> int`, the exit code.
-    example: Behind `ddp-lab` and the command's name.
+    """A command of `ddp-lab`.
+
+    Attributes:
+        group: Its heading in `ddp-lab --help`.
+        module: Has `build_parser() -> ArgumentParser` and `main(arguments) -> int`, the exit code.
+        about: Its line in `ddp-lab --help`.
+        example: Arguments of an example.
     """
 
     group: str

@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="ddp-lab bench NAME [--ranks N] [flags of the program]",
         description="Run a program of benchmarks/; ddp-lab bench NAME --help says what it measures.",
         epilog=f"programs:\n{listing}",
-        add_help=False,  # of a program, it says more
+        add_help=False,  # the help of a program says more
     )
     about = "processes to start on this node (default: 2)"
     parser.add_argument("--ranks", type=at_least(1), default=2, metavar="N", help=about)

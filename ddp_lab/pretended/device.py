@@ -25,11 +25,11 @@ class Stream(ABC):
 
     @abstractmethod
     def point(self) -> Any:
-        """What is known, by its observer, of where all ends that was issued in it so far."""
+        """The end of all work that was issued in it so far, in terms of its observer."""
 
     @abstractmethod
     def follow(self, point: Any) -> None:
-        """What is issued in it from now on comes after `point`, of any stream."""
+        """All work that is issued in it from now on comes after `point`, which may be of another stream."""
 
     def wait_stream(self, other: "Stream") -> None:
         self.follow(other.point())
@@ -73,10 +73,10 @@ class Streams:
 
     Args:
         compute: The stream in which operators run unless the program says otherwise.
-        make: Makes another one.
+        make: Makes another stream.
 
     Attributes:
-        current: The stream in which they run now.
+        current: The stream in which operators run now.
     """
 
     def __init__(self, compute: Stream, make: Callable[[], Stream]) -> None:
@@ -114,10 +114,10 @@ def pretended_streams(streams: Streams) -> Iterator[None]:
 
 
 class Storages(dict[int, Record], Generic[Record]):
-    """What is known of storages until they are freed, by `UntypedStorage._cdata`.
+    """A record of each storage until it is freed, by `UntypedStorage._cdata`.
 
     Args:
-        on_freed: Called with what was known of one, when it is freed.
+        on_freed: Called with the record of a storage when it is freed.
     """
 
     def __init__(self, on_freed: Callable[[Record], object]) -> None:
@@ -126,7 +126,7 @@ class Storages(dict[int, Record], Generic[Record]):
         self._refs: dict[int, Any] = {}
 
     def of(self, tensor: Tensor) -> Record | None:
-        """What is known of the storage of `tensor`."""
+        """The record of the storage of `tensor`; None if there is none."""
         return self.get(tensor.untyped_storage()._cdata)
 
     def add(self, storage: UntypedStorage, record: Record) -> Record:

@@ -27,7 +27,7 @@ TIMEOUT = timedelta(minutes=10)
 REGISTERS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
 """Where torch keeps its process groups."""
 Fill = Callable[[Sequence[Tensor]], object]
-"""Writes the results of a collective into tensors like its outputs, which hold what its outputs do when it begins."""
+"""Writes the results of a collective into tensors like its outputs, with the values that they have as it begins."""
 
 
 class Work(dist._Work):
@@ -52,7 +52,7 @@ class Group(dist.ProcessGroup):
 
     Args:
         shared: What all groups of one pretended world share.
-        ranks: Its members, by their numbers in the whole world.
+        ranks: Its members, by their ranks in the default group.
         rank: This process's place among them.
         config: As `torch.distributed.get_backend_config` gives it.
     """
@@ -96,13 +96,13 @@ class Group(dist.ProcessGroup):
         raise NotImplementedError
 
     def _sum(self, tensors: Sequence[Tensor], opts: Any) -> None:
-        """Over ranks that all hold the same."""
+        """Sum over ranks, which all hold the same."""
         if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(len(self.ranks))
 
     def _by_rank(self, tensor: Tensor) -> Tensor:
-        """One row for each rank."""
+        """`tensor` with a row for each rank."""
         return tensor.view(len(self.ranks), tensor.numel() // len(self.ranks))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:

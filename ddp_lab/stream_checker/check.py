@@ -28,10 +28,14 @@ def check(
     is_late: bool = True,
     also: Callable[[Strategy], None] = lambda strategy: None,
 ) -> Counts:
-    """Train a few steps as rank 0 of `RANKS`, and hold every access to memory against the others. `make_strategy`:
-    called where all ranks are pretended. `make_batch`: makes a micro-batch from a seed. `is_late`: collectives end when
-    they are waited for, and not before. Otherwise they end at once. `also`: something else to do with the strategy,
-    between the first recorded step and the others."""
+    """Train a few steps as rank 0 of `RANKS`, and compare every access to memory with the accesses before it.
+
+    Args:
+        make_strategy: Called where all ranks are pretended.
+        make_batch: Makes a micro-batch from a seed.
+        is_late: Collectives end when they are waited for, and not before. Otherwise they end at once.
+        also: Called with the strategy between the first recorded step and the others.
+    """
     read_no_masks()
     device = Device(is_late)
     with (
@@ -61,7 +65,7 @@ def check(
 
 
 def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int], Batch], micro_batches: int) -> Counts:
-    """The same of a loop on one device, for comparison."""
+    """The counts of a plain training loop on one device, for comparison."""
     device = Device()
     with pretended_device(device):
         module = make_module()

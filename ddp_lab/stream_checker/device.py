@@ -1,4 +1,4 @@
-"""A device that is pretended by the CPU: operators are accesses of the current stream, and some make the host wait."""
+"""A CPU that pretends to be a device: operators are accesses of the current stream, and some make the host wait."""
 
 import sys
 from collections import Counter
@@ -23,7 +23,7 @@ from ddp_lab.stream_checker.order import Memory, OrderedStream
 ROOT = Path(__file__).resolve().parents[2]
 OWN = (str(Path(__file__).parent), str(ROOT / "ddp_lab" / "pretended"), str(ROOT / ".venv"))
 WAITING = frozenset(("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"))
-"""Operators whose answer the host needs, so it waits until the device has come so far."""
+"""Operators whose result the host needs, so it waits until the device has computed it."""
 COPIES = frozenset(("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::clone")) | frozenset(
     ("fsdp::chunk_cat", "fsdp::split_with_sizes_copy", "fsdp::all_gather_copy_in")
 )
@@ -63,7 +63,7 @@ class Device(TorchDispatchMode):
         is_late: Collectives end when they are waited for, and until then outputs are NaN. Otherwise they end at once.
 
     Attributes:
-        sent: Of each dtype and shape, what was last sent to another rank.
+        sent: The tensor that was last sent to another rank, by dtype and shape.
     """
 
     def __init__(self, is_late: bool = True) -> None:
@@ -76,11 +76,11 @@ class Device(TorchDispatchMode):
         self._of_host = Storages[bool](lambda _: None)
 
     def pin(self, tensor: Tensor) -> None:
-        """From now on, `tensor` is one of the host, and so is all that is made of it alone."""
+        """Count `tensor` as memory of the host from now on, and all that is computed from it alone."""
         self._of_host.add(tensor.untyped_storage(), True)
 
     def host_reads(self, tensor: Tensor) -> None:
-        """The host waits for the device, unless `tensor` is one of its own."""
+        """Count a wait of the host for the device, unless `tensor` is in memory of the host."""
         if self.is_recording and not self._of_host.of(tensor):
             self.counts.host_waits[place()] += 1
 
@@ -101,7 +101,7 @@ class Device(TorchDispatchMode):
             self.host_reads(inputs[0])
         if func.is_view:
             return answer
-        # What it touches
+        # what it touches
         arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         written_names = [
             argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
@@ -128,7 +128,7 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """What happens here concerns tensors of the host."""
+        """Within this context nothing is recorded: its tensors are those of the host."""
         before, self.is_recording = self.is_recording, False
         try:
             yield

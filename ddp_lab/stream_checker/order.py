@@ -89,7 +89,7 @@ class Memory:
             is_known, either_writes = new.stream.knows(old), new.writes or old.writes
             if not is_known and either_writes and old.start < new.end and new.start < old.end:
                 self.races[f"{new.origin} {'writes' if new.writes else 'reads'} {old}"] += 1
-            # Whoever knows of the new one knows of an old one that is ordered by it
+            # whoever comes after the new access also comes after an old one that it follows and covers
             is_covered = new.start <= old.start and old.end <= new.end and (new.writes or not old.writes)
             if not (is_known and is_covered):
                 live.append(old)
@@ -107,7 +107,7 @@ class Memory:
     def allocated(self, stream: OrderedStream) -> None:
         """A tensor gets memory in `stream`: perhaps what was freed in it, at once, as torch's caching allocator does.
 
-        So the stream must know by now of what other streams did there.
+        So the stream must come after all that other streams did there.
         """
         for origin, old in self._freed.pop(stream, ()):
             if not stream.knows(old):

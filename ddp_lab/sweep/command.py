@@ -39,7 +39,7 @@ from ddp_lab.sweep.runs import Runs
 SWEEP_STEPS = 40
 """Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
 STEPS_OF_PASS = 20
-"""The same, where there are several passes: two of them time enough steps to compare a dozen choices."""
+"""The same with several passes: two passes time enough steps to compare a dozen choices."""
 SWEEP_LINK = "2.5gbit"
 """Of each rank without a GPU by default: communication of workload `sample` then takes about as long as its backward
 pass, as on GPUs that people rent. In a laptop's memory it would cost nothing, and all choices would look alike."""
@@ -61,9 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser(family: Family | None = None) -> argparse.ArgumentParser:
-    """Args:
-    family: The family, where run_experiment_*.sh has given it.
-    """
+    """The parser of a sweep. `family`: the one that run_experiment_*.sh names; None for `ddp-lab sweep`."""
     usage = "%(prog)s {}RANKS [--passes N] [--output-dir DIR] [--checkpoint-dir DIR] [--resume] [--config FILE]"
     usage += " [flags of {}]"
     parser = OneLineParser(

@@ -38,7 +38,7 @@ def how_far(sweep: SweepPass, completed: Done) -> str:
 
 
 def kept_runs(output_dir: Path, family: str) -> str:
-    """The beginning of a sentence: the runs that an interrupted sweep keeps, and how to see them; empty if none."""
+    """The start of a sentence on the runs that an interrupted sweep keeps, and how to see them; empty without runs."""
     sweep, completed = latest_sweep(output_dir, family)
     place = [] if output_dir == Path() else ["--output-dir", str(output_dir)]
     see = shlex.join(["ddp-lab", "compare", family, *place])

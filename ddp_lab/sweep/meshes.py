@@ -10,7 +10,7 @@ from ddp_lab.runtime.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
 from ddp_lab.runtime.settings.mesh import CONTEXT_PARALLEL, LEGACY_NCCL, PIPELINE_SCHEDULES
 
 MOST_TENSOR = 4
-"""Ranks of `tp` in the short list, at most: attention of workload `sample-lm` has so many heads."""
+"""The most ranks of `tp` in the short list: workload `sample-lm` has this many attention heads."""
 ATTENTION = re.compile(rf"-({'|'.join(CONTEXT_PARALLEL)})")
 SCHEDULE = re.compile(rf"-({'|'.join(PIPELINE_SCHEDULES)})(\d*)")
 
@@ -55,7 +55,7 @@ def mesh_flags(setting: str) -> list[str]:
 
 
 def sort_key(label: str, choices: Sequence[str]) -> tuple[Any, ...]:
-    """Sorts labels over one NCCL class together, these by mesh, and those on one mesh by choice."""
+    """The key that sorts labels by NCCL class, then by mesh, then by choice."""
     choice, *settings = label.split("@")
     setting = mesh_setting(label)
     mesh = Mesh.of_label(setting)

@@ -13,7 +13,7 @@ from ddp_lab.runtime.settings.mesh import LEGACY_NCCL
 from ddp_lab.sweep.meshes import mesh_flags, mesh_labels
 
 ONCE = ("--checkpoint-every", "--checkpoint-async", "--keep-last", "--generate", "--prompt")
-"""Flags of what the first pass does for all."""
+"""Flags that only the first pass takes, since it checkpoints and generates for all."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Runs:
         return gives(self.flags, *names)
 
     def names(self) -> list[str]:
-        """Each choice, or labels where they tell more."""
+        """The choices; on meshes without `--mesh`, labels, which also name the mesh."""
         if not self.family.on_meshes or self.gives("--mesh"):
             return self.family.registry.swept
         return mesh_labels(self.ranks)
