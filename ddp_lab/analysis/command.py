@@ -128,7 +128,7 @@ def report_on_window(
         print(f"warning: {problem}", file=sys.stderr)
     if analysis.problems:
         used = listed([timeline.rank for timeline in analysis.timelines])
-        print(f"warning: {folder}: incomplete, of rank {used} only, so without what compares ranks", file=sys.stderr)
+        print(f"warning: {folder}: incomplete, of rank {used} only, so no figure compares ranks", file=sys.stderr)
     write_summary(analysis, choice, folder)
     return analysis
 

@@ -77,7 +77,7 @@ def checked(content: Any, path: object, failed_too: bool = False) -> dict[str, A
         raise UserError(f"{path}: a run record of version {version!r}, but this program reads {READABLE}; train again")
     record = fitted(content, ReadRecord, path, "run record")
     if record.ended.problem and not failed_too:
-        raise UserError(f"{path}: {record.ended.problem}, so its record is not whole; train again")
+        raise UserError(f"{path}: {record.ended.problem}, so its record is incomplete; train again")
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return fields | {"config": content["config"] | fields["config"]}
 

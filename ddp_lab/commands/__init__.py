@@ -47,5 +47,5 @@ COMMANDS = {
         "--model SmolLM2-360M --gpus 2xL4 --link pcie4",
     ),
     "doctor": Command(LOOK, "doctor.command", "why NCCL or Gloo hangs, fails or is slow", "profile/zero3"),
-    "check-gpu": Command(LOOK, "commands.check_gpu", "check on your GPUs what the project says of itself", "--quick"),
+    "check-gpu": Command(LOOK, "commands.check_gpu", "check the claims of the project on your GPUs", "--quick"),
 }

@@ -1,4 +1,4 @@
-"""Check on this machine's GPUs all that the project says of itself, in half an hour.
+"""Check all claims of the project on this machine's GPUs, in half an hour.
 
     ddp-lab check-gpu                       # every part, on all GPUs of this node (up to 8)
     ddp-lab check-gpu --only parity,waits   # some parts

@@ -63,9 +63,9 @@ def without_nccl(trace):
 Change = Callable[[Trace], Any]
 OF_CPU = {
     "an operator without time": (lambda t: of(t, "mm")[0].update(ts=None), r"without a time are left out \(1\)"),
-    "an operator across another": (lambda t: shifted(of(t, "mm")[:1], 250), "end after it"),
+    "an operator across another": (lambda t: shifted(of(t, "mm")[:1], 250), "without nesting"),
     "fewer collectives": (lambda t: without(t, of(t, "allreduce_")[:1] + of(t, "gloo:")[:1]), "1 of rank 0, 0 of"),
-    "a span of Gloo": (lambda t: without(t, of(t, "gloo:")[:1]), r"Gloo ran are not in it \(1\)"),
+    "a span of Gloo": (lambda t: without(t, of(t, "gloo:")[:1]), r"Gloo ran are not in the trace \(1\)"),
     "another unit": (lambda t: [span.update(ts=span["ts"] * 1e3, dur=span["dur"] * 1e3) for span in of(t, "")], "unit"),
     "a clock that jumps": (lambda t: shifted([e for e in of(t, "") if e["ts"] > BEGAN + 1500], 400), "between steps"),
 }
@@ -75,14 +75,14 @@ OF_DEVICE = {
     "a negative kernel": (lambda t: of(t, "gemm")[0].update(dur=-300), r"negative duration are left out \(1\)"),
     "no launches of NCCL": (lambda t: without(t, launches_of(t, "nccl")), r"whose launch is missing \(3\)"),
     "no launches": (lambda t: without(t, of(t, "Launch", "Memset")), r"whose launch is missing \(9\)"),
-    "kernels that are lost": (lambda t: without(t, of(t, "add")), r"launched are not in it \(2\)"),
+    "kernels that are lost": (lambda t: without(t, of(t, "add")), r"launched are not in the trace \(2\)"),
     "the rank of another": (lambda t: t["distributedInfo"].update(rank=0), "says that it is of rank 0"),
     "kernels that overlap": (lambda t: of(t, "add")[0].update(dur=2000), "stream 7 overlap"),
-    "a kernel that lasts no time": (lambda t: of(t, "add")[0].update(dur=0), r"last no time are in it \(1\)"),
+    "a kernel that lasts no time": (lambda t: of(t, "add")[0].update(dur=0), r"last no time are in the trace \(1\)"),
     "a kernel overtaken": (lambda t: shifted(of(t, "gemm")[:1], 1200), "launched earlier"),
     "a device's clock": (lambda t: shifted(of(t, "gemm", "add", "nccl"), -400), "0.350 ms or more behind"),
     "a step that is missing": (lambda t: of(t, "Step#6")[0].update(name="x"), "same run|steps are 5, 7"),
-    "no kernels of NCCL": (lambda t: without_nccl(t), r"calls collectives \(2\), but no kernel of theirs"),
+    "no kernels of NCCL": (lambda t: without_nccl(t), r"calls collectives \(2\), but none of their kernels"),
     "a gap between steps": (lambda t: of(t, "Step#5")[0].update(dur=500), "0.500 ms between steps"),
     "another collective": (lambda t: of(t, "nccl")[0]["args"].update({"In msg nelems": 9999}), "kind or size"),
 }

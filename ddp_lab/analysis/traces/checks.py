@@ -77,21 +77,21 @@ def of_timeline(kernels: pd.DataFrame, steps: pd.DataFrame, operators: pd.DataFr
             )
     instant = int((kernels["end"] <= kernels["start"]).sum())
     if instant:
-        yield f"kernels that last no time are in it ({instant}), so busy time lacks theirs"
+        yield f"kernels that last no time are in the trace ({instant}), so busy time lacks theirs"
     # operators that do not nest
     ordered = operators.sort_values(["start", "end"], ascending=[True, False], kind="stable")
     furthest = np.maximum.accumulate(ordered["end"].to_numpy())[:-1]
     crossed = (ordered["start"].to_numpy()[1:] < furthest - 1) & (ordered["end"].to_numpy()[1:] > furthest + 1)
     if crossed.any():
-        yield f"operators of one thread begin in another and end after it ({crossed.sum()}), so compute lacks theirs"
+        yield f"operators of one thread overlap without nesting ({crossed.sum()}), so compute lacks some of their time"
     # steps that are missing, and time between steps
     numbers, starts, ends = (steps[name].to_numpy() for name in ("number", "start", "end"))
     if (np.diff(numbers) != 1).any():
-        yield f"its steps are {', '.join(map(str, numbers[:12]))}: what lies between counts in the step before"
+        yield f"its steps are {', '.join(map(str, numbers[:12]))}: what ran between them counts in the step before"
     between = np.where(np.diff(numbers) == 1, starts[1:] - ends[:-1], 0)
     usual = np.median([*between, 0])
     if between.max(initial=0) - usual > GAP * (ends - starts).mean():
         yield (
             f"{between.max() / 1000:.3f} ms between steps {numbers[between.argmax()]} and "
-            f"{numbers[between.argmax() + 1]} are of none, more than between others, so figures lack what ran there"
+            f"{numbers[between.argmax() + 1]} are of no step, more than between others, so figures lack what ran there"
         )

@@ -88,7 +88,7 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
     # A call that was under way when the trace ended has no span either, but then no later call like it has one.
     latest = calls.assign(began=began).groupby(["kind", "group", "spans"])["began"].transform("max")
     lost = int((np.isnan(began) & (latest > calls["start"])).sum())
-    note = f"collectives that Gloo ran are not in it ({lost}), so others like them have the times of later ones"
+    note = f"collectives that Gloo ran are not in the trace ({lost}), so others like them have the times of later ones"
     return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES), [note] * bool(lost)
 
 

@@ -128,7 +128,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
         raise UserError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
     last = device_windows(kernels, steps[["start", "end"]].to_numpy(dtype=float))[-1, 1] if kind == "cuda" else end
     if unseen := int(((trace.unseen >= begin) & (trace.unseen <= end)).sum()):
-        notes.append(f"kernels that were launched are not in it ({unseen}), so busy time lacks theirs")
+        notes.append(f"kernels that were launched are not in the trace ({unseen}), so busy time lacks theirs")
     # collectives
     running = (kernels["start"] < last) & (kernels["end"] > begin)
     collectives, sentences = gloo_collectives(events, world_size or 0, only_group(info))
@@ -142,8 +142,8 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     calls *= hides and world_size != 1  # a rank alone sends nothing
     if calls:
         notes.append(
-            f"the host calls collectives ({calls}), but no kernel of theirs is in it: what was sent, and how much of "
-            "its time was exposed, is unknown"
+            f"the host calls collectives ({calls}), but none of their kernels is in the trace: what was sent, and how "
+            "much of its time was exposed, is unknown"
         )
     # phases
     is_phase = events["name"].isin(PHASES) | events["name"].str.startswith("pipeline ")

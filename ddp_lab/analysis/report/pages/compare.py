@@ -30,8 +30,8 @@ from ddp_lab.collectives.kinds import LABELS
 from ddp_lab.writing import write_text
 
 HOW_IT_WORKS = Path(__file__).parents[4] / "docs" / "how-it-works" / "README.md"
-FIGURE = Column("figure", "", "what it is of each strategy")
-VALUE = Column("value", "", "of every strategy")
+FIGURE = Column("figure", "", "value of each strategy")
+VALUE = Column("value", "", "value of every strategy")
 
 
 @dataclass(frozen=True)
