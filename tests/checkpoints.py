@@ -62,10 +62,10 @@ def steps(first: int, last: int) -> Iterator[StepData]:
     """Each step has the same samples for any number of ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(first, last):
-        whole = batch(SAMPLES, step)
-        mine = {name: tensor[rank::size] for name, tensor in whole.items()}
+        global_batch = batch(SAMPLES, step)
+        local_batch = {name: tensor[rank::size] for name, tensor in global_batch.items()}
         half = SAMPLES // size // 2
-        yield StepData(SAMPLES, [{n: t[i * half : (i + 1) * half] for n, t in mine.items()} for i in range(2)])
+        yield StepData(SAMPLES, [{n: t[i * half : (i + 1) * half] for n, t in local_batch.items()} for i in range(2)])
 
 
 def train_to(
@@ -78,10 +78,10 @@ def train_to(
     planned: int | None = None,
     **changes,
 ) -> tuple[Strategy, TrainingResult]:
-    """Train a new strategy up to step `last`. With `folder` it saves there, and `resume` names where it resumes.
+    """Train a new strategy up to step `last`. It saves into `folder`, if there is one; `resume` is that of a run.
 
     Args:
-        asks_in_step: From this step on, the last rank asks all to stop.
+        asks_in_step: From this step on, the last rank asks all ranks to stop.
         planned: Steps of the whole run. Default: `last`.
     """
     saving = {"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}
@@ -105,32 +105,33 @@ def train_to(
 
 
 def fingerprints(strategy: Strategy, result: TrainingResult) -> dict[str, str]:
-    """A digest of everything that a rank holds and that decides its next steps, and of the losses."""
-    held: dict[str, Any] = {"random": torch.get_rng_state(), "losses": torch.tensor(result.loss, dtype=torch.float64)}
+    """A digest of each tensor on which a rank's next steps depend, and of the losses."""
+    losses = torch.tensor(result.loss, dtype=torch.float64)
+    tensors: dict[str, Any] = {"random": torch.get_rng_state(), "losses": losses}
     strategy.finish_parameter_synchronization()
     for piece in strategy.parameter_pieces():
-        held[f"{piece.name} {piece.start}"] = strategy.on_this_rank(piece.tensor)
+        tensors[f"{piece.name} {piece.start}"] = strategy.on_this_rank(piece.tensor)
     for piece in strategy.updated_pieces():
         for name, value in strategy.updating_optimizer.state[piece.tensor].items():
-            held[f"{name} of {piece.name} {piece.start}"] = strategy.on_this_rank(value)
-    held |= dict(strategy.module.named_buffers())
-    return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
+            tensors[f"{name} of {piece.name} {piece.start}"] = strategy.on_this_rank(value)
+    tensors |= dict(strategy.module.named_buffers())
+    return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
 
 
 def straight_and_stopped(choice: str, folder: Path, in_background: bool) -> list[dict[str, str]]:
-    """The same 4 steps of training without a stop and with one after step 2, and with another seed."""
+    """Fingerprints after 4 steps: without a stop, with one after step 2, and with another seed."""
     straight = fingerprints(*train_to(choice, 4, dropout=0.5))
     train_to(choice, 2, folder, dropout=0.5, checkpoint_async=in_background)
     stopped = fingerprints(*train_to(choice, 4, folder, dropout=0.5, resume="latest", checkpoint_async=in_background))
-    other = fingerprints(*train_to(choice, 4, dropout=0.5, seed=1))
-    return [straight, stopped, other]
+    other_seed = fingerprints(*train_to(choice, 4, dropout=0.5, seed=1))
+    return [straight, stopped, other_seed]
 
 
 def straight_and_asked_to_stop(choice: str, folder: Path) -> tuple[dict, dict, int, int]:
-    """The same 8 steps without a stop, and with one that a single rank asked for in step 3.
+    """8 steps without a stop, and 8 with a stop that one rank asks for in step 3.
 
     Returns:
-        Both as in `straight_and_stopped`; the number of steps before the stop, and the step of the checkpoint.
+        The fingerprints of both; the number of steps before the stop, and the step of the checkpoint.
     """
     straight = fingerprints(*train_to(choice, 8, dropout=0.5))
     changes = {"dropout": 0.5, "checkpoint_every": 100}

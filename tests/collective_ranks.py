@@ -15,15 +15,15 @@ from tests.checkpoints import here
 
 
 def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = None) -> str:
-    """Measure on this rank; rank 0 writes into `folder`. The error, if there was one.
+    """Measure on this rank; rank 0 writes into `folder`. Returns the error's text, or "".
 
     Args:
-        plant: Given the rank, a context in which to measure.
+        plant: Returns a context, for a rank, within which it measures.
     """
     torch.set_num_threads(1)
     ranks = here()
-    usual = ["--sizes", "1000,70K", "--seconds-per-size", "0.001", "--output-dir", str(folder)]
-    options = collectives.build_parser().parse_args([*usual, *flags])
+    defaults = ["--sizes", "1000,70K", "--seconds-per-size", "0.001", "--output-dir", str(folder)]
+    options = collectives.build_parser().parse_args([*defaults, *flags])
     with plant(ranks.rank) if plant else nullcontext():
         try:
             collectives.measure_all(options, RunConfig(), ranks)
@@ -33,7 +33,7 @@ def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = N
 
 
 def planted(name: str, plant: Callable[[torch.Tensor], None]):
-    """Within this context, `plant` gets what each call of a collective has received."""
+    """Within this context, `plant` gets the output of each call of the collective `name`."""
 
     def issue(received: torch.Tensor, sent: torch.Tensor) -> None:
         original(received, sent)
@@ -49,11 +49,11 @@ def three_elements(rank: int):
 
 
 def connection_lost(rank: int):
-    """`broadcast` fails after the first call, on all ranks, so that the pool's own connections stay as they are."""
-    left = iter(range(1))
+    """`broadcast` fails after its first call. All ranks fail, so that the pool's connections stay usable."""
+    working_calls = iter(range(1))
 
     def fail(received: torch.Tensor):
-        if next(left, None) is None:
+        if next(working_calls, None) is None:
             raise RuntimeError("Connection closed by peer\nand so on")
 
     return planted("broadcast", fail)

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
-if "PYTEST_XDIST_WORKER" not in os.environ:  # tokens that another version of the code has kept prove nothing
+if "PYTEST_XDIST_WORKER" not in os.environ:  # tokens cached by another version of the code would prove nothing
     os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="ddp-lab-tests-")
     atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
@@ -24,8 +24,8 @@ import pytest
 from hypothesis import settings
 
 if sys.dont_write_bytecode:
-    # Compiling the sources of torch and transformers takes 5 s of CPU in each of the many processes that tests start.
-    # Where Python is told to keep no bytecode beside the sources, it is kept here.
+    # Tests start many processes, and compiling torch and transformers takes 5 s of CPU in each.
+    # If Python must not write bytecode beside the sources, it writes it here.
     sys.pycache_prefix = str(Path(__file__).parent.parent / ".pytest_cache" / "bytecode")
     sys.dont_write_bytecode = False
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seventh",
         choices=["today", *"0123456"],
-        help="of the cases that are left, run one seventh: the date's, so that a week covers all",
+        help="run one seventh of the selected cases: the date's, so that a week covers all",
     )
 
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where ranks compute")
@@ -96,7 +96,7 @@ def is_long(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what must hold on any processor, and takes a seventh where it is asked for.
+    """Marks what must hold on any processor, and with `--seventh` selects a seventh of the cases.
 
     Raises:
         pytest.UsageError: a listed file is gone.
@@ -106,18 +106,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.relative_to(HERE).as_posix() in ON_ANY_PROCESSOR:
             item.add_marker("processor")
-    which = config.getoption("--seventh")
-    if which is not None:
-        day = datetime.datetime.now(datetime.UTC).toordinal() if which == "today" else int(which)
-        others = {item for item in items if zlib.crc32(item.nodeid.encode()) % 7 != day % 7}
-        items[:] = [item for item in items if item not in others]
-        config.hook.pytest_deselected(items=list(others))
+    seventh = config.getoption("--seventh")
+    if seventh is not None:
+        day = datetime.datetime.now(datetime.UTC).toordinal() if seventh == "today" else int(seventh)
+        deselected = {item for item in items if zlib.crc32(item.nodeid.encode()) % 7 != day % 7}
+        items[:] = [item for item in items if item not in deselected]
+        config.hook.pytest_deselected(items=list(deselected))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker owns all files that use ranks, lest each has pools, and more processes run than there are cores.
+    """One worker runs all files that use ranks. If each worker had pools, there would be more processes than cores.
 
-    Not `--dist loadgroup`: pytest-xdist 3.8 names groups in an attribute that pytest 9.2 does not have any more.
+    `--dist loadgroup` does not work: pytest-xdist 3.8 reads an attribute that pytest 9.2 no longer has.
     """
     from xdist.scheduler import LoadScopeScheduling
 

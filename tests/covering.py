@@ -9,10 +9,10 @@ Row = dict[str, Any]
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], is_allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Rows that hold every pair of values that an allowed row can hold; the same in each run.
+    """Rows that hold every pair of values that an allowed row can hold. The result is the same in each run.
 
-    Each row begins with a pair that no earlier one holds, and takes of each other factor the value that brings most
-    such pairs.
+    Each row begins with a pair that no earlier row holds. Of each other factor it takes the value that adds most
+    uncovered pairs.
 
     Args:
         factors: Values by name; they can be hashed.
@@ -22,27 +22,26 @@ def pairwise(factors: Mapping[str, Sequence[Any]], is_allowed: Callable[[Row], b
     def pairs(row: Row) -> Iterator[tuple[Any, Any]]:
         return itertools.combinations([(name, row[name]) for name in factors if name in row], 2)
 
-    products = (itertools.product(factors[one], factors[two]) for one, two in itertools.combinations(factors, 2))
-    names = itertools.combinations(factors, 2)
-    left = {((one, a), (two, b)): None for (one, two), of in zip(names, products, strict=True) for a, b in of}
+    items = [[(name, value) for value in values] for name, values in factors.items()]
+    uncovered = {pair: None for two in itertools.combinations(items, 2) for pair in itertools.product(*two)}
     rows = []
-    for pair in list(left):
+    for pair in list(uncovered):
         row: Row = dict(pair)
-        if pair not in left or not is_allowed(row):
+        if pair not in uncovered or not is_allowed(row):
             continue
         for name in factors:
             options = [value for value in factors[name] if is_allowed({**row, name: value})]
             if name not in row and options:
-                row[name] = max(options, key=lambda v: sum(p in left for p in pairs({**row, name: v})))
+                row[name] = max(options, key=lambda v: sum(p in uncovered for p in pairs({**row, name: v})))
         if len(row) == len(factors):
             rows.append({name: row[name] for name in factors})
-            for held in pairs(row):
-                left.pop(held, None)
+            for covered in pairs(row):
+                uncovered.pop(covered, None)
     return rows
 
 
 def cover(items: Sequence[T], kinds_of: Callable[[T], set[Any]], cost_of: Callable[[T], float]) -> list[T]:
-    """Items, greedily the cheapest a kind, which together have every kind that `items` have."""
+    """A part of `items` that has all their kinds. Greedy: each choice costs least for each kind that it adds."""
     missing, chosen = set[Any]().union(*map(kinds_of, items)), []
     while missing:
         chosen.append(max(items, key=lambda item: len(kinds_of(item) & missing) / cost_of(item)))

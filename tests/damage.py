@@ -14,54 +14,56 @@ IN_ALL = (0, 0.0, -1, None, 1e300, 1e-9)
 GZIP = b"\x1f\x8b"
 
 
-def damaged(whole, chance):
-    """The content of a file, packed or not, with damage to its bytes; or, if it is JSON, to a field."""
+def damaged(data, chance):
+    """The content of a file, gzipped or not, with damage to its bytes or, if it is JSON, to a field."""
     if chance.random() < 0.3:
-        return damaged_bytes(whole, chance)
-    content = gzip.decompress(whole) if whole.startswith(GZIP) else whole
+        return damaged_bytes(data, chance)
+    content = gzip.decompress(data) if data.startswith(GZIP) else data
     try:
-        found = json.loads(content)
+        document = json.loads(content)
     except ValueError:
         content = damaged_bytes(content, chance)
     else:
-        damage_field(found, chance)
-        content = json.dumps(found).encode()
-    return gzip.compress(content, 1) if whole.startswith(GZIP) else content
+        damage_field(document, chance)
+        content = json.dumps(document).encode()
+    return gzip.compress(content, 1) if data.startswith(GZIP) else content
 
 
-def damaged_bytes(whole, chance):
-    at = chance.randrange(len(whole))
-    end = min(len(whole), at + chance.choice((1, 1, 40, 10_000)))
+def damaged_bytes(data, chance):
+    start = chance.randrange(len(data))
+    end = min(len(data), start + chance.choice((1, 1, 40, 10_000)))
     how = chance.choice(("cut", "bit", "filled", "lost", "twice", "other"))
     if how == "cut":
-        return whole[:at]
+        return data[:start]
     part = {
-        "bit": bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1 : end],
-        "filled": bytes([chance.choice((0, 32, 255))]) * (end - at),
+        "bit": bytes([data[start] ^ 1 << chance.randrange(8)]) + data[start + 1 : end],
+        "filled": bytes([chance.choice((0, 32, 255))]) * (end - start),
         "lost": b"",
-        "twice": whole[at:end] * 2,
-        "other": chance.randbytes(end - at),
+        "twice": data[start:end] * 2,
+        "other": chance.randbytes(end - start),
     }
-    return whole[:at] + part[how] + whole[end:]
+    return data[:start] + part[how] + data[end:]
 
 
 def places(value, path=()):
-    """The ways to all that is within JSON."""
+    """The path to every value within JSON: keys and indices."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [way for key, one in inner for way in ((*path, key), *places(one, (*path, key)))]
+    return [place for key, item in inner for place in ((*path, key), *places(item, (*path, key)))]
 
 
 def damage_field(
     content,
     chance,
-    hows=("gone", "renamed", "in all", "of each", "odd", "odd"),
+    kinds=("gone", "renamed", "in all", "of each", "odd", "odd"),
     odd=lambda value: ODD,
 ):
-    """Damage one value within JSON, each field as often as those with many entries. What was done, and where.
+    """Damage one value within JSON, in place, and return what was done and where.
+
+    A field with many entries is as likely as one with few.
 
     Args:
-        hows: Ways to do it, of these. A list of which something is renamed has it twice.
-        odd: Values in place of one.
+        kinds: The kinds of damage to choose from. In a list, "renamed" doubles an entry.
+        odd: Returns the values to put in place of a value.
     """
     by_field = {}
     for path in places(content):
@@ -69,23 +71,23 @@ def damage_field(
     if not by_field:
         return "nothing"
     path = chance.choice(by_field[chance.choice(sorted(by_field, key=str))])
-    holder, key, how = at(content, path[:-1]), path[-1], chance.choice(hows)
+    holder, key, kind = at(content, path[:-1]), path[-1], chance.choice(kinds)
     value = holder[key]
-    if how == "gone":
+    if kind == "gone":
         del holder[key]
-    elif how == "renamed" and isinstance(holder, dict):
+    elif kind == "renamed" and isinstance(holder, dict):
         holder[f"{key}\nx"] = holder.pop(key)
-    elif how == "renamed":
+    elif kind == "renamed":
         holder.append(value)
-    elif how == "in all" and isinstance(value, list):
+    elif kind == "in all" and isinstance(value, list):
         holder[key] = [chance.choice(IN_ALL)] * len(value)
     else:
         value = chance.choice(odd(value))
-        together = at(content, path[:-2]) if how == "of each" and isinstance(path[-2:][0], int) else [holder]
-        for one in together:
-            if one is holder or isinstance(one, dict):
-                one[key] = value
-    return f"{how} {path}"
+        together = at(content, path[:-2]) if kind == "of each" and isinstance(path[-2:][0], int) else [holder]
+        for entry in together:
+            if entry is holder or isinstance(entry, dict):
+                entry[key] = value
+    return f"{kind} {path}"
 
 
 def at(content, path):
@@ -98,8 +100,8 @@ SAME_SIZE = {"F32": "I32", "I32": "F32", "I64": "F64", "U8": "I8"}
 OF_ANOTHER_KIND = ("gone", "renamed", "odd", "odd")
 
 
-def another(value):
-    """Of another kind: that a number is another number, only a checksum can show. A time may be unknown."""
+def of_another_type(value):
+    """Values of another type than `value`'s. Only a checksum can show another number. None may stand for a number."""
     if value in (*SAME_SIZE,):
         return [SAME_SIZE[value]]
     numbers = [int, float, type(None)]
@@ -107,13 +109,13 @@ def another(value):
     return [odd for odd in ("x", 1, None, True, [1], {"x": 1}) if type(odd) not in kinds]
 
 
-def damaged_tensors(whole, chance):
+def damaged_tensors(content, chance):
     """A safetensors file with damage to its header, or cut; and what was done."""
-    length = 8 + int.from_bytes(whole[:8], "little")
-    header, data = json.loads(whole[8:length]), whole[length:]
+    length = 8 + int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8:length]), content[length:]
     if chance.random() < 0.1:
-        what, data = "cut", data[: chance.randrange(len(data))]
+        damage, data = "cut", data[: chance.randrange(len(data))]
     else:
-        what = damage_field(header, chance, OF_ANOTHER_KIND, another)
+        damage = damage_field(header, chance, OF_ANOTHER_KIND, of_another_type)
     head = json.dumps(header).encode()
-    return len(head).to_bytes(8, "little") + head + data, what
+    return len(head).to_bytes(8, "little") + head + data, damage

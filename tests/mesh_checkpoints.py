@@ -27,8 +27,8 @@ STEPS = 2
 SAMPLES = 4
 
 
-class Place(NamedTuple):
-    """Where a strategy runs. `stages`: the schedule, stages a rank, and the split."""
+class MeshPlace(NamedTuple):
+    """Where a strategy runs. `stages`: the schedule, the number of stages on a rank, and the split."""
 
     ranks: int
     mesh: str
@@ -37,26 +37,26 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    "one rank": Place(1, "tp=1", "zero2"),
-    "zero3 on tp=2": Place(2, "tp=2", "zero3"),
-    "plain": Place(2, "dp=2", "bucket_ddp_async"),
-    "tp=4, whose ranks share keys": Place(4, "tp=4", "bucket_ddp_async"),
-    "zero3 on shard=2,tp=2": Place(4, "shard=2,tp=2", "zero3"),
-    "zero1 on dp=2,tp=2": Place(4, "dp=2,tp=2", "zero1"),
-    "pp=4": Place(4, "pp=4", "bucket_ddp_async"),
-    "two stages a rank": Place(2, "pp=2", "zero1", ("interleaved", 2, None)),
-    "another split": Place(2, "pp=2", "simple_ddp", ("zb-h1", 1, [5, 3])),
-    "zero2 on dp=2,pp=2": Place(4, "dp=2,pp=2", "zero2", ("gpipe", 1, None)),
-    "zero3 on dp=2,pp=2": Place(4, "dp=2,pp=2", "zero3"),
-    "zero1 on ep=4": Place(4, "ep=4", "zero1"),
-    "zero3 on dp=2,ep=2": Place(4, "dp=2,ep=2", "zero3"),
-    "zero2 on ep=2,tp=2": Place(4, "ep=2,tp=2", "zero2"),
-    "zero1 on pp=2,tp=2": Place(4, "pp=2,tp=2", "zero1", ("interleaved", 2, None)),
+    "one rank": MeshPlace(1, "tp=1", "zero2"),
+    "zero3 on tp=2": MeshPlace(2, "tp=2", "zero3"),
+    "plain": MeshPlace(2, "dp=2", "bucket_ddp_async"),
+    "tp=4, whose ranks share keys": MeshPlace(4, "tp=4", "bucket_ddp_async"),
+    "zero3 on shard=2,tp=2": MeshPlace(4, "shard=2,tp=2", "zero3"),
+    "zero1 on dp=2,tp=2": MeshPlace(4, "dp=2,tp=2", "zero1"),
+    "pp=4": MeshPlace(4, "pp=4", "bucket_ddp_async"),
+    "two stages a rank": MeshPlace(2, "pp=2", "zero1", ("interleaved", 2, None)),
+    "another split": MeshPlace(2, "pp=2", "simple_ddp", ("zb-h1", 1, [5, 3])),
+    "zero2 on dp=2,pp=2": MeshPlace(4, "dp=2,pp=2", "zero2", ("gpipe", 1, None)),
+    "zero3 on dp=2,pp=2": MeshPlace(4, "dp=2,pp=2", "zero3"),
+    "zero1 on ep=4": MeshPlace(4, "ep=4", "zero1"),
+    "zero3 on dp=2,ep=2": MeshPlace(4, "dp=2,ep=2", "zero3"),
+    "zero2 on ep=2,tp=2": MeshPlace(4, "ep=2,tp=2", "zero2"),
+    "zero1 on pp=2,tp=2": MeshPlace(4, "pp=2,tp=2", "zero1", ("interleaved", 2, None)),
 }
 
 
 @contextmanager
-def strategy_on(place: Place, model: str, seed: int) -> Iterator[Strategy]:
+def strategy_on(place: MeshPlace, model: str, seed: int) -> Iterator[Strategy]:
     mesh, module, strategy_class = Mesh.parse(place.mesh), build(model, seed), ddp_lab.load(place.choice)
     with mesh_groups(mesh, "cpu") as groups:
         cut, tp = None, mesh.degree(TENSOR)
@@ -86,43 +86,43 @@ def train(strategy: Strategy, model: str, first: int) -> list[float]:
     losses = []
     for step in range(first, first + STEPS):
         rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
-        mine = {name: tensor[rank::size] for name, tensor in make_batch(model, SAMPLES, step).items()}
+        local_batch = {name: tensor[rank::size] for name, tensor in make_batch(model, SAMPLES, step).items()}
         strategy.zero_grad()
-        losses.append(strategy.forward_backward([mine]).item())
+        losses.append(strategy.forward_backward([local_batch]).item())
         strategy.step()
     return losses
 
 
-def held(strategy: Strategy) -> dict[str, Tensor]:
-    """Whole parameters and optimizer states, put together from what all ranks hold, and on rank 0 buffers. Collective.
+def gathered_states(strategy: Strategy) -> dict[str, Tensor]:
+    """Full parameters and optimizer states, assembled from the shards of all ranks; on rank 0 also buffers. Collective.
 
-    What several ranks hold is the same bit for bit.
+    Asserts that what several ranks hold is bitwise equal.
     """
     parallel = strategy.model_parallel
     shapes = {name: p.shape for name, p in strategy.module.named_parameters()}
     cuts = parallel.cuts if parallel else {}
     of_cut = {name: parallel.rank_in(cut) for name, cut in cuts.items()} if parallel else {}
-    own_rank = parallel.tensor_rank if parallel else 0
-    everyone: list[Any] = [None] * dist.get_world_size()
-    own = [(of_cut.get(name, own_rank), shapes[name], name, *rest) for name, *rest in held_here(strategy)]
-    dist.all_gather_object(everyone, own)
+    tensor_rank = parallel.tensor_rank if parallel else 0
+    states_by_rank: list[Any] = [None] * dist.get_world_size()
+    shards = [(of_cut.get(name, tensor_rank), shapes[name], name, *state) for name, *state in local_states(strategy)]
+    dist.all_gather_object(states_by_rank, shards)
     parts: dict[tuple[str, str, int], Tensor] = {}
-    for rank, shape, name, key, start, values in (piece for pieces in everyone for piece in pieces):
+    for rank, shape, name, key, start, values in (piece for pieces in states_by_rank for piece in pieces):
         part = parts.setdefault((key, name, rank), torch.full(() if key == COUNT else shape, torch.nan))
         put_equal(part.view(-1)[0 if key == COUNT else start :][: len(values)], values)
-    whole: dict[str, Tensor] = {}
+    full: dict[str, Tensor] = {}
     for (key, name, rank), part in parts.items():
         assert not part.isnan().any(), f"nobody holds some elements of {key} {name}"
         cut = None if key == COUNT else cuts.get(name)
         if cut:
-            cut.put(whole.setdefault(f"{key} {name}", torch.full(cut.whole_shape(part), torch.nan)), part, rank)
+            cut.put(full.setdefault(f"{key} {name}", torch.full(cut.whole_shape(part), torch.nan)), part, rank)
         else:
-            put_equal(whole.setdefault(f"{key} {name}", part), part)
-    return whole | {f"state {name}": tensor for name, tensor in strategy.full_state_dict().items()}
+            put_equal(full.setdefault(f"{key} {name}", part), part)
+    return full | {f"state {name}": tensor for name, tensor in strategy.full_state_dict().items()}
 
 
-def held_here(strategy: Strategy) -> Iterator[tuple[str, str, int, Tensor]]:
-    """Of each state of each piece: the parameter, what it is, the first element, and the elements."""
+def local_states(strategy: Strategy) -> Iterator[tuple[str, str, int, Tensor]]:
+    """Of each piece on this rank: the parameter's name, the kind of state, the first element, and the elements."""
     strategy.finish_parameter_synchronization()
     for name, start, tensor in strategy.parameter_pieces():
         yield name, "parameter", start, strategy.on_this_rank(tensor).reshape(-1)
@@ -131,14 +131,14 @@ def held_here(strategy: Strategy) -> Iterator[tuple[str, str, int, Tensor]]:
             yield name, state, start, strategy.on_this_rank(value).reshape(-1)
 
 
-def put_equal(place: Tensor, values: Tensor):
-    """Fill a place where nothing is yet, or there is the same."""
-    assert place.isnan().all() or torch.equal(place, values), "ranks hold different values"
-    place.copy_(values)
+def put_equal(target: Tensor, values: Tensor):
+    """Fill `target`, which is NaN or equal to `values` already."""
+    assert target.isnan().all() or torch.equal(target, values), "ranks hold different values"
+    target.copy_(values)
 
 
 class Leg(NamedTuple):
-    """What was loaded and what was saved, as `held` shows it; rank 0's state dict, and the losses of the steps."""
+    """Gathered states after loading and before saving; rank 0's state dict, and the losses of the steps."""
 
     loaded: dict[str, Tensor]
     saved: dict[str, Tensor]
@@ -146,15 +146,15 @@ class Leg(NamedTuple):
     losses: list[float]
 
 
-def run_leg(place: Place, model: str, leg: int, before: Path | None, after: Path | None) -> Leg:
+def run_leg(place: MeshPlace, model: str, leg: int, before: Path | None, after: Path | None) -> Leg:
     with strategy_on(place, model, seed=leg) as strategy:
         if before:
             ddp_lab.load_checkpoint(strategy, before)
-        loaded = held(strategy) if before else {}
+        loaded = gathered_states(strategy) if before else {}
         losses = train(strategy, model, leg * STEPS)
         if after:
             ddp_lab.save_checkpoint(strategy, after)
-        return Leg(loaded, held(strategy), strategy.full_state_dict(), losses)
+        return Leg(loaded, gathered_states(strategy), strategy.full_state_dict(), losses)
 
 
 def straight(model: str, legs: int) -> tuple[dict[str, Tensor], list[float]]:

@@ -142,9 +142,9 @@ class Spiked(Plain):
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
         is_huge = y >= 1e6
-        found = answer(self.net(x), torch.where(is_huge, 2.0, y))
-        found.loss = found.loss + (self.spike * torch.where(is_huge, 1e38, 0.0)).mean()
-        return found
+        output = answer(self.net(x), torch.where(is_huge, 2.0, y))
+        output.loss = output.loss + (self.spike * torch.where(is_huge, 1e38, 0.0)).mean()
+        return output
 
 
 class Branching(nn.Module):
@@ -253,7 +253,7 @@ class Awkward:
     """What an `AwkwardBlock` answers with."""
 
     hidden: Tensor
-    rest: tuple[Tensor, str]
+    extras: tuple[Tensor, str]
 
 
 class AwkwardBlock(nn.Module):
@@ -368,8 +368,8 @@ def qwen2_lm(window: int | None = None) -> nn.Module:
 
     sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 41}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "use_cache": False, "initializer_range": 0.1}
-    seen = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 1}
-    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **seen))
+    attention = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 1}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **attention))
 
 
 MIXTURE = {

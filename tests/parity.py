@@ -107,10 +107,10 @@ def load(choice: str) -> Any:
     return found_at(choice) if ":" in choice else EVERY.load(choice)
 
 
-def options_of(choice: str, **given: Any) -> StrategyOptions:
-    """What `given` says. Small models have one bucket, unless it says otherwise."""
-    whole = {"bucket_cap_mb": 25.0} if choice in ("bucket_ddp_async", "baseline", "tp") else {}
-    return StrategyOptions(**whole | given)
+def options_of(choice: str, **settings: Any) -> StrategyOptions:
+    """Options of these `settings`. By default a small model has one bucket."""
+    defaults = {"bucket_cap_mb": 25.0} if choice in ("bucket_ddp_async", "baseline", "tp") else {}
+    return StrategyOptions(**defaults | settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -175,7 +175,7 @@ class Case:
         """Relative, of later losses and norms, of the first step's and its gradients, and of parameters in the end."""
         dtypes = {
             self.options.get("precision", "fp32"),
-            *(self.options.get(f"{what}_dtype") for what in ("param", "reduce")),
+            *(self.options.get(f"{kind}_dtype") for kind in ("param", "reduce")),
         }
         if "compress" in self.options:
             return 0.02, 0.02, None
@@ -204,20 +204,20 @@ def message_of(kind: type[Exception], function: Callable[..., Any], *args: Any) 
 
 
 @contextmanager
-def naming(what: object) -> Iterator[None]:
-    """A failure within this context says `what` was tried."""
+def naming(subject: object) -> Iterator[None]:
+    """A failure within this context names `subject`."""
     try:
         yield
     except BaseException as error:
-        error.add_note(f"tried: {what}")
+        error.add_note(f"tried: {subject}")
         raise
 
 
 def check_messages(ranks: RankPool, world_size: int, function: Callable[..., dict[str, str]], *args: Any) -> None:
     """Each rank's `function(*args)` returns messages by what they must contain."""
-    for said in ranks.run(world_size, function, *args):
-        for wanted, message in said.items():
-            assert wanted in message, message
+    for messages in ranks.run(world_size, function, *args):
+        for expected, message in messages.items():
+            assert expected in message, message
 
 
 def one_step(strategy: Strategy, batches: list[dict[str, Tensor]]) -> Tensor:
@@ -230,8 +230,8 @@ def one_step(strategy: Strategy, batches: list[dict[str, Tensor]]) -> Tensor:
 def weight_decay_groups(module: torch.nn.Module) -> list[dict[str, Any]]:
     """Two groups: vectors without decay, at half the learning rate; the rest with decay."""
     vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
-    others = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
-    return [{"params": vectors, "weight_decay": 0.0, "lr": 0.005}, {"params": others, "weight_decay": 0.3}]
+    matrices = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
+    return [{"params": vectors, "weight_decay": 0.0, "lr": 0.005}, {"params": matrices, "weight_decay": 0.3}]
 
 
 def global_batch(model: str, split: Split, step: int) -> list[list[dict[str, Tensor]]]:
@@ -257,7 +257,7 @@ def batches_of(case: Case, index: int) -> list[list[dict[str, Tensor]]]:
 def weights_of(case: Case, batches: list[dict[str, Tensor]]) -> list[float] | None:
     """Targets of each micro-batch, where they do not have as many for each sample."""
     is_masked = case.model.endswith("masked")
-    return [float((one["labels"][:, 1:] != -100).sum()) for one in batches] if is_masked else None
+    return [float((micro_batch["labels"][:, 1:] != -100).sum()) for micro_batch in batches] if is_masked else None
 
 
 def joined(batches: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
@@ -280,7 +280,7 @@ def oracle(case: Case) -> dict[str, Any]:
     module = build(case.model)
     module.load_state_dict(case.state or {}, strict=case.state is not None)
     bring_to(module, precision)
-    seen = routes(module)
+    expert_indices = routes(module)
     params = weight_decay_groups(module) if case.groups else [p for p in module.parameters() if p.requires_grad]
     optim, result = OPTIMIZERS[case.optimizer](params), records()
     scale, interval = case.options.get("loss_scale") or 2.0**16, case.options.get("growth_interval", 2000)
@@ -299,7 +299,7 @@ def oracle(case: Case) -> dict[str, Any]:
         if index == 0:
             result["gradients"] = {name: gradient.clone() for name, gradient in gradients.items()}
             is_token = samples["attention_mask"].flatten() > 0 if case.model.endswith("masked") else slice(None)
-            result["load"] = [chosen[is_token].flatten().bincount().tolist() for chosen in seen] or None
+            result["load"] = [chosen[is_token].flatten().bincount().tolist() for chosen in expert_indices] or None
         if case.clip is not None:
             result["norm"].append(torch.nn.utils.clip_grad_norm_(trained, case.clip).item())
         before = scaler.get_scale()
@@ -330,11 +330,11 @@ def backward_in(dtype: torch.dtype, module: torch.nn.Module, samples: dict[str, 
 
 def routes(module: torch.nn.Module) -> list[Tensor]:
     """Filled by each forward pass: for each layer of a mixture the experts of each token, (tokens, k)."""
-    seen: list[Tensor] = []
+    expert_indices: list[Tensor] = []
     for part in module.modules():
         if hasattr(part, "gate") and hasattr(part, "experts"):
-            part.gate.register_forward_hook(lambda _, __, output: seen.append(output[2]))
-    return seen
+            part.gate.register_forward_hook(lambda _, __, output: expert_indices.append(output[2]))
+    return expert_indices
 
 
 # On ranks ------------------------------------------------------------------------------------------------------------
@@ -343,10 +343,10 @@ def routes(module: torch.nn.Module) -> list[Tensor]:
 @contextmanager
 def strategy_of(case: Case, seed: int | None = None) -> Iterator[Strategy]:
     """Within this context the groups of the mesh exist. Every rank starts from other weights; rank 0's win."""
-    named = {one.name for one in fields(StrategyOptions)}
-    given = {"find_unused_parameters": case.model in BRANCHES, **case.options}
+    named = {option.name for option in fields(StrategyOptions)}
+    settings = {"find_unused_parameters": case.model in BRANCHES, **case.options}
     options = options_of(case.choice, **{
-        name: value for name, value in given.items() if name in named
+        name: value for name, value in settings.items() if name in named
     })  # fmt: skip
     if case.groups:
         options = replace(options, parameter_groups=weight_decay_groups)
@@ -356,7 +356,7 @@ def strategy_of(case: Case, seed: int | None = None) -> Iterator[Strategy]:
         return
     with mesh_groups(case.of, models.DEVICE.type) as groups:
         if case.of.model_size > 1 or {"cp", "ep"} & case.of.degrees.keys():
-            flags = {name: value for name, value in given.items() if name not in named}
+            flags = {name: value for name, value in settings.items() if name not in named}
             config = RunConfig(strategy=options, choice=case.choice, mesh=case.mesh, **flags)
             if case.model in PLANS and not {"pp", "cp"} & case.of.degrees.keys():
                 precision = Precision.of(options.precision, options.param_dtype)
@@ -436,14 +436,14 @@ def trained(case: Case) -> dict[str, Any]:
                 micro_batches = max(sum(size > 0 for size in sizes) for sizes in split)
                 result["traffic"] = *announced(strategy, micro_batches, case.clip is not None), issued
         result["state"] = strategy.full_state_dict()
-        return result | held(case, strategy)
+        return result | evaluated_state(case, strategy)
 
 
-def held(case: Case, strategy: Strategy) -> dict[str, Any]:
+def evaluated_state(case: Case, strategy: Strategy) -> dict[str, Any]:
     """What this rank computes with in evaluation, what it answers, and which of it another rank may have otherwise."""
     strategy.module.eval()
     parts = strategy.model_parallel
-    seen = {} if parts and parts.pipeline else watch_parameters(strategy.module)
+    parameters = {} if parts and parts.pipeline else watch_parameters(strategy.module)
     batch = make_batch(case.model, 8, 7)
     with torch.no_grad():
         loss = strategy(**batch).loss.clone()
@@ -453,8 +453,8 @@ def held(case: Case, strategy: Strategy) -> dict[str, Any]:
         if case.model.startswith("lm") and {"cp", "pp"} & case.of.degrees.keys():
             del batch["labels"]
             result["logits"] = strategy(**batch).logits
-    result["cut"] = {*(parts.cuts if parts else ()), *(name for name, one in seen.items() if is_cut(one))}
-    return result | {"own_state": {name: local(tensor) for name, tensor in seen.items()}}
+    result["cut"] = {*(parts.cuts if parts else ()), *(name for name, p in parameters.items() if is_cut(p))}
+    return result | {"own_state": {name: local(tensor) for name, tensor in parameters.items()}}
 
 
 def is_cut(tensor: Tensor) -> bool:
@@ -464,15 +464,15 @@ def is_cut(tensor: Tensor) -> bool:
 
 def watch_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
     """Filled by the next forward pass: whole parameters as this rank computes with them, sharded at rest or not."""
-    seen: dict[str, Tensor] = dict(module.named_buffers())
+    tensors: dict[str, Tensor] = dict(module.named_buffers())
     for path, part in module.named_modules():
 
         def remember(part: torch.nn.Module, args: Any, path: str = path) -> None:
             named = part.named_parameters(path, recurse=False)
-            seen.update({name: p.detach().clone() for name, p in named})
+            tensors.update({name: p.detach().clone() for name, p in named})
 
         part.register_forward_pre_hook(remember)
-    return seen
+    return tensors
 
 
 def outcome(case: Case, folder: str = "") -> tuple[dict[str, Any], list[str]]:
@@ -483,16 +483,17 @@ def outcome(case: Case, folder: str = "") -> tuple[dict[str, Any], list[str]]:
     compared = {"loss", "norm", "scale", "gradients", "state"} | (
         {"own_loss"} if "choice" not in case.same_as else set()
     )
-    ours, theirs = (
-        {keystr(path): torch.as_tensor(leaf) for path, leaf in tree_flatten_with_path({n: of[n] for n in compared})[0]}
-        for of in (result, trained(replace(case, **case.same_as)))
+    tensors, references = (
+        {keystr(path): torch.as_tensor(leaf) for path, leaf in tree_flatten_with_path({n: run[n] for n in compared})[0]}
+        for run in (result, trained(replace(case, **case.same_as)))
     )
-    differing = [f"{name} on one side" for name in ours.keys() ^ theirs.keys()]
-    return result, differing + [name for name in ours.keys() & theirs.keys() if not is_same(ours[name], theirs[name])]
+    missing = [f"{name} on one side" for name in tensors.keys() ^ references.keys()]
+    common = tensors.keys() & references.keys()
+    return result, missing + [name for name in common if not is_same(tensors[name], references[name])]
 
 
-def is_same(one: Tensor, two: Tensor) -> bool:
-    return one.dtype == two.dtype and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+def is_same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
 # Comparison ----------------------------------------------------------------------------------------------------------
@@ -501,10 +502,10 @@ def is_same(one: Tensor, two: Tensor) -> bool:
 def check(ranks: RankPool, case: Case, folder: Path | None = None) -> list[dict[str, Any]]:
     """Train on ranks and alone, and compare; or ask what is said instead. Returns what each rank has."""
     with naming(case):
-        wanted = case.refused or REFUSALS.get((case.choice, case.model.partition(",")[0]))
-        if wanted:
-            for said in ranks.run(case.of.size, message_of, UserError, trained, case):
-                assert wanted in said
+        refusal = case.refused or REFUSALS.get((case.choice, case.model.partition(",")[0]))
+        if refusal:
+            for message in ranks.run(case.of.size, message_of, UserError, trained, case):
+                assert refusal in message
             return []
         results, differing = zip(*ranks.run(case.of.size, outcome, case, str(folder), timeout_s=250), strict=True)
         assert not any(differing), differing
@@ -524,63 +525,63 @@ def assert_ranks_agree(case: Case, results: Sequence[dict[str, Any]]) -> None:
     """Bit by bit in what several ranks hold; all issue what is announced or, without a formula, the same."""
     first = results[0]
     places = [[case.of.coordinates(rank).get(name) for name in ("pp", "ep", "tp")] for rank in range(len(results))]
-    for place, other in zip(places, results, strict=True):
-        assert other["loss"] == first["loss"] and other["skipped"] == first["skipped"]
+    for place, result in zip(places, results, strict=True):
+        assert result["loss"] == first["loss"] and result["skipped"] == first["skipped"]
         near = 1e-5 if {"ep", "cp", "pp", "tp"} & case.of.degrees.keys() else 0
         for name in ("grad_norm", "norm", "own_loss") if case.model not in WITH_STATISTICS else ():
-            assert other[name] == pytest.approx(first[name], rel=near, abs=0, nan_ok=True), name
-        for one, mine in zip(places, results, strict=True) if case.model not in WITH_STATISTICS else ():
-            for name in mine["own_state"].keys() & other["own_state"].keys():
-                if one == place or name not in mine["cut"]:
-                    assert is_same(mine["own_state"][name], other["own_state"][name]), f"{name} differs between ranks"
+            assert result[name] == pytest.approx(first[name], rel=near, abs=0, nan_ok=True), name
+        for peer_place, peer in zip(places, results, strict=True) if case.model not in WITH_STATISTICS else ():
+            for name in peer["own_state"].keys() & result["own_state"].keys():
+                if peer_place == place or name not in peer["cut"]:
+                    assert is_same(peer["own_state"][name], result["own_state"][name]), f"{name} differs between ranks"
     traffic = [result["traffic"] for result in results if "traffic" in result]
-    for wanted, least, issued in traffic:
+    for expected, least, issued in traffic:
         if least is not None:
             assert sent(issued) > least - 1
-            wanted = issued if {"pp", "tp"} & case.of.degrees.keys() else traffic[0][-1]
-        pairs = {key: (wanted.get(key, (0, 0)), issued.get(key, (0, 0))) for key in wanted.keys() | issued.keys()}
-        differing = {key: (of, seen) for key, (of, seen) in pairs.items() if of != seen}
-        varies = all(kind == "all_to_all" and of[0] == seen[0] for (kind, _), (of, seen) in differing.items())
+            expected = issued if {"pp", "tp"} & case.of.degrees.keys() else traffic[0][-1]
+        pairs = {key: (expected.get(key, (0, 0)), issued.get(key, (0, 0))) for key in expected.keys() | issued.keys()}
+        differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+        varies = all(kind == "all_to_all" and pair[0][0] == pair[1][0] for (kind, _), pair in differing.items())
         assert varies, f"announced, and issued: {differing}"
-    totals = [sum(nbytes for of in traffic for _, nbytes in of[side].values()) for side in (0, 2)]
+    totals = [sum(nbytes for row in traffic for _, nbytes in row[side].values()) for side in (0, 2)]
     assert totals[0] == totals[1] or traffic[0][1] is not None, "what all ranks send to experts"
 
 
-def assert_near(case: Case, found: dict[str, Any], wanted: dict[str, Any], least: float = 0.0) -> None:
+def assert_near(case: Case, result: dict[str, Any], expected: dict[str, Any], least: float = 0.0) -> None:
     of_loss, of_gradient, of_state = (None if limit is None else max(limit, least) for limit in case.tolerances)
     assert of_loss is not None and of_gradient is not None
-    assert found["skipped"] == wanted["skipped"]
+    assert result["skipped"] == expected["skipped"]
     if case.options.get("precision") == "fp16":
-        assert found["scale"] == wanted["scale"]
-    assert case.choice == "transformers_ep" or found["load"] == wanted["load"]
+        assert result["scale"] == expected["scale"]
+    assert case.choice == "transformers_ep" or result["load"] == expected["load"]
     for name in ("loss", "norm", "grad_norm"):
-        for step, (actual, right) in enumerate(zip(found[name], wanted[name], strict=True)):
-            if name == "loss" or not wanted["skipped"][step]:
+        for step, (actual, right) in enumerate(zip(result[name], expected[name], strict=True)):
+            if name == "loss" or not expected["skipped"][step]:
                 limit = (of_loss if step else of_gradient) * max(1.0, abs(right))
                 assert abs(actual - right) <= limit, f"{name}: {actual}, not {right}"
-    assert_close(found["gradients"], wanted["gradients"], of_gradient, "gradient")
+    assert_close(result["gradients"], expected["gradients"], of_gradient, "gradient")
     if of_state is not None:
-        assert_close(found["state"], wanted["state"], of_state, "parameter")
-        assert found["own_loss"] == pytest.approx(wanted["own_loss"], rel=max(1e-4, 2 * of_state)), "what it answers"
-        if "logits" in found:
+        assert_close(result["state"], expected["state"], of_state, "parameter")
+        assert result["own_loss"] == pytest.approx(expected["own_loss"], rel=max(1e-4, 2 * of_state)), "what it answers"
+        if "logits" in result:
             mask = make_batch(case.model, 8, 7).get("attention_mask")
-            seen = slice(None) if mask is None else mask == 1
-            assert (found["logits"].float() - wanted["logits"])[seen].abs().max() < max(1e-3, of_state), "logits"
+            is_token = slice(None) if mask is None else mask == 1
+            assert (result["logits"].float() - expected["logits"])[is_token].abs().max() < max(1e-3, of_state), "logits"
 
 
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, label: str) -> None:
     """Every element within `tolerance` relative to the largest one of all tensors.
 
     Not relative to its own tensor: where the terms of a sum cancel, as in the gradient of a 0-d parameter, the rounding
     of the terms is large against the sum, in the oracle too.
     """
-    assert actual.keys() == expected.keys(), f"{what}: {set(actual) ^ set(expected)} only on one side"
-    scale = max(wanted.abs().max().item() for wanted in expected.values() if wanted.numel())
-    for name, wanted in expected.items():
-        if wanted.numel():
-            assert actual[name].isfinite().all() or not wanted.isfinite().all(), f"{what}: {name} is not finite"
-            error = (actual[name].double() - wanted.double()).abs().max().item() / scale
-            assert not error > tolerance, f"{what}: {name} is off by {error:.2e}, more than {tolerance:.0e}"
+    assert actual.keys() == expected.keys(), f"{label}: {set(actual) ^ set(expected)} only on one side"
+    scale = max(tensor.abs().max().item() for tensor in expected.values() if tensor.numel())
+    for name, tensor in expected.items():
+        if tensor.numel():
+            assert actual[name].isfinite().all() or not tensor.isfinite().all(), f"{label}: {name} is not finite"
+            error = (actual[name].double() - tensor.double()).abs().max().item() / scale
+            assert not error > tolerance, f"{label}: {name} is off by {error:.2e}, more than {tolerance:.0e}"
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ def simulation(step_ms, exposed_ms, peak_gib):
     """A step that computes, and waits for a collective that began half-way."""
     step, exposed = step_ms / 1e3, exposed_ms / 1e3
     half, busy = (step - exposed) / 2, step - exposed
-    held = {"parameters": int(peak_gib * GIB / 2), "activations": int(peak_gib * GIB / 2)}
-    resting = {"parameters": held["parameters"], "activations": 0}
-    curve = MemoryCurve(resting, held)
+    memory = {"parameters": int(peak_gib * GIB / 2), "activations": int(peak_gib * GIB / 2)}
+    resting = {"parameters": memory["parameters"], "activations": 0}
+    curve = MemoryCurve(resting, memory)
     return Simulated(step, busy, half + exposed, exposed, curve, {})
 
 
@@ -25,11 +25,11 @@ def case(gpus="2xL4", batch=8, price=None, tokens=None, **settings):
     between = "ndr" if gpus.count("x") > 1 else None
     cluster = hardware.cluster(gpus, "pcie4", between)
     config = RunConfig.of(global_batch_size=batch, **settings)
-    known = None if price is None else Price(price)
-    return Case(models.find("SmolLM2-135M"), cluster, config, 128, known, tokens)
+    rate = None if price is None else Price(price)
+    return Case(models.find("SmolLM2-135M"), cluster, config, 128, rate, tokens)
 
 
-def made(price=None, tokens=None, **simulated):
+def outcomes_of(price=None, tokens=None, **simulated):
     reason = "this one needs data"
-    of = case(price=price, tokens=tokens)
-    return [Outcome(of.but(choice=name), found, "" if found else reason) for name, found in simulated.items()]
+    base = case(price=price, tokens=tokens)
+    return [Outcome(base.but(choice=name), step, "" if step else reason) for name, step in simulated.items()]

@@ -47,10 +47,10 @@ FORK_SERVER.set_forkserver_preload(
 def by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
     """How a tensor goes through a pipe. By torch's own way each is a file in shared memory, and a connection."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return made_of, (data, tensor.dtype, tensor.shape)
+    return tensor_of, (data, tensor.dtype, tensor.shape)
 
 
-def made_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def tensor_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
 
 
@@ -136,14 +136,14 @@ class RankPool:
     def _start(self, world_size: int) -> list[tuple[Any, Connection]]:
         attempt, workers = next(self._group_ids), []
         for rank in range(world_size):
-            ours, theirs = FORK_SERVER.Pipe()
+            parent_end, child_end = FORK_SERVER.Pipe()
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port}
             place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}  # the pool's store
-            process = FORK_SERVER.Process(target=serve, args=(theirs, self.config, place), daemon=True)
+            process = FORK_SERVER.Process(target=serve, args=(child_end, self.config, place), daemon=True)
             process.start()
-            theirs.close()
-            workers.append((process, ours))
+            child_end.close()
+            workers.append((process, parent_end))
         return workers
 
     def _stop(self, world_size: int) -> None:
@@ -153,7 +153,7 @@ class RankPool:
             process.join()
 
 
-def kept_groups() -> set[Any]:
+def reused_groups() -> set[Any]:
     """Groups that later jobs use again."""
     import torch.distributed as dist
 
@@ -190,9 +190,9 @@ def serve(connection: Connection, config: RunConfig, place: dict[str, Any]) -> N
         groups = {*c10d._world.pg_map}
         try:
             answer = (True, function(*args))
-            if made := {*c10d._world.pg_map} - groups - kept_groups():
-                for of_this_job in made:
-                    dist.destroy_process_group(of_this_job)
+            if job_groups := {*c10d._world.pg_map} - groups - reused_groups():
+                for group in job_groups:
+                    dist.destroy_process_group(group)
                 gc.collect()  # strategies, and with them their groups, whose threads wake a hundred times a second
             host_barrier()
         except Exception as error:  # reported to the test, whatever it is

@@ -22,16 +22,16 @@ def span(event):
 
 def step_events(trace):
     """The analysed `ProfilerStep`s: all but the last, if there are several."""
-    found = [
+    steps = [
         event
         for event in complete(trace)
         if event["name"].startswith("ProfilerStep#") and event["cat"] == "user_annotation"
     ]
-    return found[:-1] or found
+    return steps[:-1] or steps
 
 
 def launches(trace):
-    """When the host launched what, by correlation. One launch of a graph has many kernels."""
+    """The host's time of each launch, by correlation. One launch of a graph has many kernels."""
     of_host = (event for event in complete(trace) if str(event.get("cat")).endswith(("_runtime", "_driver")))
     return {event["args"]["correlation"]: event["ts"] for event in of_host if "correlation" in event.get("args", {})}
 
@@ -47,17 +47,18 @@ def on_device(trace):
 
 
 def windows(trace):
-    """Start and end of each analysed step: the host's; on a device, between the last kernels of two steps."""
+    """Start and end of each analysed step. On a host they are the step's own; on a device, a step ends with its last
+    kernel, and the next one begins there."""
     steps, launched = [span(step) for step in step_events(trace)], launches(trace)
     if not on_device(trace):
         return steps
-    begin, end, own, found = steps[0][0], steps[-1][1], [], []
+    begin, end, kernel_ends, spans = steps[0][0], steps[-1][1], [], []
     ends = [start for start, _ in steps]
     first_on_stream = {}
     for event in on_device(trace):
         at = launched.get(event["args"]["correlation"])
         if at is not None and begin <= at <= end:
-            own.append((max(index for index, (start, _) in enumerate(steps) if start <= at), span(event)[1]))
+            kernel_ends.append((max(index for index, (start, _) in enumerate(steps) if start <= at), span(event)[1]))
             first_on_stream.setdefault(event["args"]["stream"], event["ts"])
     for event in on_device(trace):
         at, first = (
@@ -68,9 +69,9 @@ def windows(trace):
             ends[0] = max(ends[0], span(event)[1])
     begin = ends[0]
     for index in range(len(steps)):
-        found.append((begin, max([begin, *(stop for place, stop in own if place == index)])))
-        begin = found[-1][1]
-    return found
+        spans.append((begin, max([begin, *(stop for place, stop in kernel_ends if place == index)])))
+        begin = spans[-1][1]
+    return spans
 
 
 def lanes(trace, everything=False):
@@ -81,21 +82,21 @@ def lanes(trace, everything=False):
     """
     events, steps = complete(trace), step_events(trace)
     begin, end = span(steps[0])[0], span(steps[-1])[1]
-    found = {"compute": [], "communication": [], "copy": []}
+    spans = {"compute": [], "communication": [], "copy": []}
     if device := on_device(trace):
         launched = launches(trace)
         for event in device:
             if everything or begin <= launched.get(event["args"]["correlation"], -1) <= end:
-                found[lane_of(event)].append(span(event))
-        found["communication"] += [span(e) for e in events if is_gloo(e) and begin <= e["ts"] <= end]
-        return found
+                spans[lane_of(event)].append(span(event))
+        spans["communication"] += [span(e) for e in events if is_gloo(e) and begin <= e["ts"] <= end]
+        return spans
     for event in events:
         if begin <= event["ts"] <= end:
             if is_gloo(event):
-                found["communication"].append(span(event))
+                spans["communication"].append(span(event))
             elif event["cat"] == "cpu_op" and event["tid"] == steps[0]["tid"] and computes(event["name"]):
-                found["compute"].append(span(event))
-    return found
+                spans["compute"].append(span(event))
+    return spans
 
 
 def is_gloo(event):
@@ -105,16 +106,17 @@ def is_gloo(event):
 
 def computes(name):
     """Whether an operator does more than wrap others or issue communication."""
-    space, _, rest = name.partition("::")
-    is_wrapper = space.startswith(NO_COMPUTE) or rest.startswith(("distributed", "autograd"))
-    return bool(rest) and space.isidentifier() and not is_wrapper
+    space, _, operator = name.partition("::")
+    is_wrapper = space.startswith(NO_COMPUTE) or operator.startswith(("distributed", "autograd"))
+    return bool(operator) and space.isidentifier() and not is_wrapper
 
 
 def parts(spans, begin, end):
-    """Of the time from `begin` to `end`: us of compute, of each other lane without what stands before it, and idle."""
-    starts = {lane: sorted(start for start, _ in each) for lane, each in spans.items()}
-    ends = {lane: sorted(stop for _, stop in each) for lane, each in spans.items()}
-    cuts = sorted({begin, end, *(min(max(t, begin), end) for each in spans.values() for pair in each for t in pair)})
+    """us from `begin` to `end` by lane, and idle. Where lanes overlap, the first one in `spans` has the time."""
+    starts = {lane: sorted(start for start, _ in lane_spans) for lane, lane_spans in spans.items()}
+    ends = {lane: sorted(stop for _, stop in lane_spans) for lane, lane_spans in spans.items()}
+    times = (time for lane_spans in spans.values() for span in lane_spans for time in span)
+    cuts = sorted({begin, end, *(min(max(time, begin), end) for time in times)})
     sums = dict.fromkeys([*spans, "idle"], 0.0)
     for first, last in pairwise(cuts):
         active = (lane for lane in spans if bisect_right(starts[lane], first) > bisect_right(ends[lane], first))

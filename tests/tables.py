@@ -19,30 +19,30 @@ def each_row(names, table):
     Each row has a `tmp_path` and a `monkeypatch` of its own. It shares other fixtures, so it must not depend on what
     another left in them.
     """
-    fields, every = (names.split(", ") if isinstance(names, str) else list(names)), list(table)
-    assert every, "no rows"
+    fields, rows = (names.split(", ") if isinstance(names, str) else list(names)), list(table)
+    assert rows, "no rows"
 
     def decorate(test):
         def all_rows(**fixtures):
             failures = []
-            for index, row in enumerate(every):
-                given = dict(zip(fields, row if len(fields) > 1 else (row,), strict=True))
-                own = {}
+            for index, row in enumerate(rows):
+                values = dict(zip(fields, row if len(fields) > 1 else (row,), strict=True))
+                row_fixtures = {}
                 if "tmp_path" in fixtures:
-                    own["tmp_path"] = fixtures["tmp_path"] / f"row-{index}"
-                    own["tmp_path"].mkdir()
+                    row_fixtures["tmp_path"] = fixtures["tmp_path"] / f"row-{index}"
+                    row_fixtures["tmp_path"].mkdir()
                 with pytest.MonkeyPatch.context() as patch:
                     if "monkeypatch" in fixtures:
-                        own["monkeypatch"] = patch
+                        row_fixtures["monkeypatch"] = patch
                     try:
-                        test(**given, **{**fixtures, **own})
+                        test(**values, **{**fixtures, **row_fixtures})
                     except Exception as error:
-                        failures.append((given, error))
+                        failures.append((values, error))
                         if isinstance(error, TimeoutError):
                             break  # each of the others may take as long
             if failures:
-                shown = "\n".join(f"{given}\n  {type(error).__name__}: {error}" for given, error in failures[:20])
-                raise AssertionError(f"{len(failures)} of {len(every)} rows fail:\n{shown}") from failures[0][1]
+                shown = "\n".join(f"{values}\n  {type(error).__name__}: {error}" for values, error in failures[:20])
+                raise AssertionError(f"{len(failures)} of {len(rows)} rows fail:\n{shown}") from failures[0][1]
 
         all_rows.__dict__.update(test.__dict__)  # marks
         all_rows.__name__, all_rows.__doc__, all_rows.__module__ = test.__name__, test.__doc__, test.__module__

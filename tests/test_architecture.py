@@ -24,14 +24,14 @@ MAKES_TENSORS = {"empty", "eye", "full", "linspace", "logspace", "ones", "rand",
 
 def imported(source):
     """All that `source` imports, also within functions and for types alone: modules, and names within modules."""
-    found = set()
+    imports = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names if names <= FILES.keys() else {node.module, *names}
-    return found
+            imports |= names if names <= FILES.keys() else {node.module, *names}
+    return imports
 
 
 IMPORTED = {name: imported(path.read_text()) for name, path in FILES.items()}
@@ -45,11 +45,11 @@ def within(name, *rooms):
 def arrows(start, *ends):
     """The imports from the room `start` into one of `ends`, as text."""
     return {
-        f"{name} -> {other}"
-        for name, others in GRAPH.items()
+        f"{name} -> {target}"
+        for name, targets in GRAPH.items()
         if within(name, start)
-        for other in others
-        if within(other, *ends)
+        for target in targets
+        if within(target, *ends)
     }
 
 
@@ -59,10 +59,10 @@ def test_modules_import_each_other_in_no_circle():
 
 def below(names):
     """These modules, and all that they import."""
-    known = set(names)
-    while more := {other for name in known for other in GRAPH[name]} - known:
-        known |= more
-    return known
+    modules = set(names)
+    while more := {target for name in modules for target in GRAPH[name]} - modules:
+        modules |= more
+    return modules
 
 
 LEAVES = below(arrow.split(" -> ")[1] for arrow in arrows("ddp_lab.strategy", "ddp_lab.runtime"))
@@ -84,7 +84,7 @@ LAYERS = (
     tuple(f"ddp_lab.{name}" for name in ["families", "choices", "analysis", "sweep", "parity", "planner", "doctor"]),
     ("ddp_lab",),
 )
-"""From below to above. A module is in the first that names it or a package around it."""
+"""From low to high. A module is in the first layer that names it or a package around it."""
 
 
 def layer_of(name):
@@ -92,16 +92,16 @@ def layer_of(name):
 
 
 def test_no_arrow_points_upwards():
-    """But to the public door, which imports what is asked for. So there is no circle of packages either."""
-    inner = {name: others - {"ddp_lab"} for name, others in GRAPH.items() if name != "ddp_lab"}
-    upwards = [(name, o) for name, others in inner.items() for o in others if layer_of(o) > layer_of(name)]
+    """Imports of `ddp_lab` itself do not count: it imports names lazily. So packages have no circle either."""
+    inner = {name: targets - {"ddp_lab"} for name, targets in GRAPH.items() if name != "ddp_lab"}
+    arrows = ((name, target) for name, targets in inner.items() for target in targets)
+    upwards = [arrow for arrow in arrows if layer_of(arrow[1]) > layer_of(arrow[0])]
     assert upwards == []
     assert "ddp_lab.runtime.errors" in LEAVES and not any(within(name, "ddp_lab.strategy") for name in LEAVES)
 
 
 def test_reading_traces_needs_neither_the_runtime_nor_ranks():
-    """Errors are an exception: a trace that cannot be read ends a program as any other mistake of a user does. The
-    table of flags is the other."""
+    """Exceptions are the errors, since a trace that cannot be read is a mistake of the user, and the table of flags."""
     runtime = {arrow.split(" -> ")[1] for arrow in arrows("ddp_lab.analysis", "ddp_lab.runtime")}
     assert {name for name in runtime if not within(name, *SHARED)} == set()
     assert {
@@ -112,24 +112,24 @@ def test_reading_traces_needs_neither_the_runtime_nor_ranks():
 def test_a_strategy_alone_loads_few_modules():
     module = "ddp.simple_ddp"
     code = f"import sys, {module}\nprint(*(n for n in sys.modules if n.split('.')[0] in {ROOMS}))"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     )
-    loaded = done.stdout.split()
+    loaded = process.stdout.split()
     assert module in loaded
     assert len(loaded) <= MOST_MODULES, sorted(loaded)
 
 
 def made_by_default(source):
-    """Calls that make a tensor where, or in what dtype, the user's script has said last."""
-    found = []
+    """Calls that make a tensor on torch's default device or in its default dtype, which a user's script may set."""
+    calls = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).partition("torch.")[2] in MAKES_TENSORS:
-            given = {keyword.arg for keyword in node.keywords}
+            keywords = {keyword.arg for keyword in node.keywords}
             name = ast.unparse(node.func).partition("torch.")[2]
-            if "device" not in given or ("dtype" not in given and name not in OF_NUMBERS):
-                found.append(ast.unparse(node))
-    return found
+            if "device" not in keywords or ("dtype" not in keywords and name not in OF_NUMBERS):
+                calls.append(ast.unparse(node))
+    return calls
 
 
 def test_no_tensor_has_the_defaults_of_the_users_script():

@@ -24,10 +24,10 @@ def test_each_pair_that_is_allowed_occurs(factors, most):
         return sum(row.values()) <= most
 
     rows = pairwise(factors, is_allowed)
-    whole = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
-    wanted = set().union(*(pairs(row) for row in whole if is_allowed(row)))
+    candidates = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    expected = set().union(*(pairs(row) for row in candidates if is_allowed(row)))
     assert all(is_allowed(row) and row.keys() == factors.keys() for row in rows)
-    assert set().union(*map(pairs, rows)) == wanted
+    assert set().union(*map(pairs, rows)) == expected
 
 
 def test_pairs_need_few_rows():
@@ -37,10 +37,10 @@ def test_pairs_need_few_rows():
 
 
 def test_each_value_that_fails_is_named():
-    @each_row("value, wanted", [(1, 1), (2, 3), (4, 5)])
-    def same(value, wanted):
-        assert value == wanted
+    @each_row("value, expected", [(1, 1), (2, 3), (4, 5)])
+    def check_equal(value, expected):
+        assert value == expected
 
-    with pytest.raises(AssertionError, match=r"2 of 3 rows fail:\n\{'value': 2, 'wanted': 3\}") as caught:
-        same()
+    with pytest.raises(AssertionError, match=r"2 of 3 rows fail:\n\{'value': 2, 'expected': 3\}") as caught:
+        check_equal()
     assert "'value': 4" in str(caught.value)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 GROUPS = tomllib.loads((ROOT / "tests" / "mistakes.toml").read_text())
 PROGRAMS = {
     "ddp-lab": door,
-    "main_ddp.py": SimpleNamespace(__name__="main_ddp", main=lambda given: parse_config("", ddp.REGISTRY, (), given)),
+    "main_ddp.py": SimpleNamespace(__name__="main_ddp", main=lambda flags: parse_config("", ddp.REGISTRY, (), flags)),
     "benchmarks/collectives.py": collectives,
     "benchmarks/strategies.py": strategies,
 }
@@ -37,7 +37,7 @@ def test_each_mistake_is_one_line(name, tmp_path, monkeypatch):
         if not path.endswith("/"):
             file.write_bytes(content.encode("latin-1"))
     monkeypatch.chdir(tmp_path)
-    lines = {more: [*shlex.split(group["command"]), *shlex.split(more)] for more in group["says"]}
+    lines = {flags: [*shlex.split(group["command"]), *shlex.split(flags)] for flags in group["says"]}
     if group.get("before_torch"):
         environ = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", TRY, json.dumps([*lines.values()])]
@@ -47,15 +47,15 @@ def test_each_mistake_is_one_line(name, tmp_path, monkeypatch):
     else:
         nobody = mock.Mock(side_effect=AssertionError("it trains"))
         with mock.patch("ddp_lab.sweep.passes.start_ranks", nobody):
-            done = [run_in_process(PROGRAMS[group["program"]], *line) for line in lines.values()]
-        answers = [[(one.returncode, one.stdout * (not group.get("prints")), one.stderr)] for one in done]
+            runs = [run_in_process(PROGRAMS[group["program"]], *line) for line in lines.values()]
+        answers = [[(run.returncode, run.stdout * (not group.get("prints")), run.stderr)] for run in runs]
     wrong = []
-    for (more, words), said in zip(group["says"].items(), answers, strict=True):
-        for code, out, error in said:
+    for (flags, words), outputs in zip(group["says"].items(), answers, strict=True):
+        for code, out, error in outputs:
             line = error.removeprefix("loading torch\n")
             is_line = line.startswith("error: ") and line.count("\n") == 1
             if code != group["code"] or out or not is_line or words not in line:
-                wrong.append(f"{group['command']} {more}: {code} {out}{error}")
+                wrong.append(f"{group['command']} {flags}: {code} {out}{error}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -67,16 +67,16 @@ from ddp_lab.commands import train
 train.start_ranks = None
 rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 for line in json.loads(sys.argv[1]):
-    said = []
+    outputs = []
     for environ, flags in ((rank, []), ({}, ["--ranks", "2"])):
         out, error = io.StringIO(), io.StringIO()
         with mock.patch.dict(os.environ, environ), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             try:
                 code = main([*line, *flags])
-            except SystemExit as left:
-                code = left.code
+            except SystemExit as stop:
+                code = stop.code
         assert "torch" not in sys.modules, line
-        said.append((code, out.getvalue(), error.getvalue()))
-    print(json.dumps(said))
+        outputs.append((code, out.getvalue(), error.getvalue()))
+    print(json.dumps(outputs))
 """
 """In a process of its own: what a rank says, and the command that starts ranks."""

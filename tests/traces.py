@@ -193,11 +193,11 @@ def memory_of(rank, scale):
     """A rank's row: `rank` 0 holds most."""
     sizes = {"parameters": 40, "gradients": 20, "optimizer_state": 80, "buffers": 4}
     row = {"rank": rank}
-    for component, held in sizes.items():
-        row[f"{component}_bytes"] = int(scale * held * 2**20)
-        row[f"peak_{component}_bytes"] = int(scale * (held + 8) * 2**20)
+    for component, size in sizes.items():
+        row[f"{component}_bytes"] = int(scale * size * 2**20)
+        row[f"peak_{component}_bytes"] = int(scale * (size + 8) * 2**20)
         if component != "buffers":
-            row[f"expected_{component}_bytes"] = int(scale * held * 2**20) - 8
+            row[f"expected_{component}_bytes"] = int(scale * size * 2**20) - 8
     peaks = {"peak_model_states_bytes": 160, "peak_bytes": 200, "peak_workspace_bytes": 3, "peak_rss_bytes": 900}
     row |= {name: int(scale * size * 2**20) for name, size in peaks.items()}
     timeline = {f"{component}_bytes": [row[f"{component}_bytes"]] * 3 for component in sizes}

@@ -30,7 +30,7 @@ def announced(strategy: Strategy, micro_batches: int, clips: bool = False) -> tu
     """And the least bytes that a rank sends, if the strategy has no formula."""
     totals: Totals = {}
     traffic = strategy.expected_traffic(micro_batches, clips=clips)
-    for part in (whole.issued for whole in traffic):
+    for part in (entry.issued for entry in traffic):
         add(totals, (part.kind, part.group_size), part.count, part.payload_bytes)
     return totals, sum(part.wire_bytes for part in traffic) if any(part.at_least for part in traffic) else None
 
@@ -81,11 +81,11 @@ BYTES_RECEIVED = 128
 
 def received_over_tcp() -> int:
     """Bytes that have come over the connections that this process holds now, as Linux counts them."""
-    found = 0
+    nbytes = 0
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed by now, or not of TCP
             if str(path.readlink()).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(path.name))) as opened:
                     info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                found += struct.unpack_from("Q", info, BYTES_RECEIVED)[0]
-    return found
+                nbytes += struct.unpack_from("Q", info, BYTES_RECEIVED)[0]
+    return nbytes

@@ -26,7 +26,7 @@ from ddp_lab.runtime.flags import ENTRYPOINTS, parse_config
 from ddp_lab.runtime.records.flops import model_flops
 from tests.command_page import flags_in, section
 from tests.in_process import run_in_process
-from tests.plans import GIB, case, made, simulation
+from tests.plans import GIB, case, outcomes_of, simulation
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_simulations_of_a_process_that_has_threads(monkeypatch):
 def test_a_row_says_what_the_simulation_says():
     """20.5 GiB of an L4's 22.5 GiB fit beside CUDA's 0.6; 8 samples of 128 tokens in 100 ms; 2 devices for 12 an hour
     each; fp32 at 30.3 TFLOP/s."""
-    outcomes = made(price=12, tokens=1024 * 36e3, zero1=simulation(100, 20, 20.5))
+    outcomes = outcomes_of(price=12, tokens=1024 * 36e3, zero1=simulation(100, 20, 20.5))
     flops = flops_of_a_sample(outcomes[0].case.model, 128)
     of = row(outcomes[0], flops)
     outside = outcomes[0].case.outside_bytes
@@ -77,7 +77,7 @@ def test_a_row_says_what_the_simulation_says():
     assert of["training_hours"] == pytest.approx(1.0) and of["training_cost"] == pytest.approx(24)
     assert flops and of["mfu_pct"] == pytest.approx(100 * 80 * flops / (2 * 30.3e12))
     assert "10,240 tokens/s, 1.0 hours and 24 $ in all; its peak" in " ".join(reasons(outcomes))
-    of = row(made(zero1=simulation(100, 20, 22.5), tokens=1e9)[0])
+    of = row(outcomes_of(zero1=simulation(100, 20, 22.5), tokens=1e9)[0])
     assert of["fits"] == "no" and of["spare_bytes"] < 0 and "cost_per_billion_tokens" not in of
     assert "training_hours" not in of, "it never ends"
 
@@ -137,12 +137,12 @@ def test_interval():
 )
 def test_which_choice_is_recommended(times, peaks, expected):
     names = ("simple_ddp", "flat_ddp", "zero3")
-    outcomes = made(**{name: simulation(ms, 0, gib) for name, ms, gib in zip(names, times, peaks, strict=True)})
+    outcomes = outcomes_of(**{name: simulation(ms, 0, gib) for name, ms, gib in zip(names, times, peaks, strict=True)})
     best = recommended(outcomes)
     assert (best and best.case.config.choice) == expected
     text = " ".join(reasons(outcomes))
     assert text.startswith(f"Take {expected}: " if expected else "No strategy fits. zero3 comes nearest: ")
-    assert "nothing to recommend" in reasons(made(zero1=None))[0]
+    assert "nothing to recommend" in reasons(outcomes_of(zero1=None))[0]
 
 
 # Beside the plan -----------------------------------------------------------------------------------------------------

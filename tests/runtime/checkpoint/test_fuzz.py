@@ -16,7 +16,7 @@ from ddp_lab.runtime.checkpoint.session import Checkpoints
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from tests.checkpoints import SAMPLES, fingerprints, here, make_strategy, steps, train_to
-from tests.damage import OF_ANOTHER_KIND, another, damage_field, damaged_tensors
+from tests.damage import OF_ANOTHER_KIND, damage_field, damaged_tensors, of_another_type
 from tests.ranks import RankPool
 
 CHOICE = "zero2"
@@ -27,7 +27,7 @@ def damage(path: Path, chance: random.Random) -> str:
     content = json.loads((path / MANIFEST).read_bytes())
     del content["crc32"]
     if chance.random() < 0.5:
-        change = f"{MANIFEST}: {damage_field(content, chance, OF_ANOTHER_KIND, another)}"
+        change = f"{MANIFEST}: {damage_field(content, chance, OF_ANOTHER_KIND, of_another_type)}"
     else:
         file = chance.choice(sorted(path.glob("rank_*")))
         file_bytes, change = damaged_tensors(file.read_bytes(), chance)
