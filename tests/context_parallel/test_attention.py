@@ -20,7 +20,7 @@ from tests.tables import each_row
 SCALE = 0.3
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     ranks: int
     way: str
     dtype: torch.dtype = torch.float32
@@ -31,29 +31,29 @@ class Case(NamedTuple):
 
 BOTH_RINGS = ("ring", "zigzag")
 CASES = [
-    *(Case(ranks, way, torch.float64) for ranks in (2, 3, 4) for way in BOTH_RINGS),
-    *(Case(ranks, way, heads=(4, 2), unit=5, documents=True) for ranks in (2, 3, 4) for way in BOTH_RINGS),
-    *(Case(4, way, torch.bfloat16, heads=(4, 1), unit=16) for way in BOTH_RINGS),
-    Case(4, "zigzag", torch.bfloat16, unit=16, documents=True),
-    *(Case(2, "ulysses", dtype, heads=(4, 2)) for dtype in (torch.float64, torch.bfloat16)),
-    Case(3, "ulysses", heads=(6, 2), documents=True),
-    Case(4, "ulysses", heads=(12, 2), documents=True),
-    *(Case(ranks, "pytorch_cp", heads=(4, 2), unit=5, documents=ranks == 3) for ranks in (2, 3)),
-    Case(4, "pytorch_cp", torch.bfloat16, unit=16),
+    *(AttentionCase(ranks, way, torch.float64) for ranks in (2, 3, 4) for way in BOTH_RINGS),
+    *(AttentionCase(ranks, way, heads=(4, 2), unit=5, documents=True) for ranks in (2, 3, 4) for way in BOTH_RINGS),
+    *(AttentionCase(4, way, torch.bfloat16, heads=(4, 1), unit=16) for way in BOTH_RINGS),
+    AttentionCase(4, "zigzag", torch.bfloat16, unit=16, documents=True),
+    *(AttentionCase(2, "ulysses", dtype, heads=(4, 2)) for dtype in (torch.float64, torch.bfloat16)),
+    AttentionCase(3, "ulysses", heads=(6, 2), documents=True),
+    AttentionCase(4, "ulysses", heads=(12, 2), documents=True),
+    *(AttentionCase(ranks, "pytorch_cp", heads=(4, 2), unit=5, documents=ranks == 3) for ranks in (2, 3)),
+    AttentionCase(4, "pytorch_cp", torch.bfloat16, unit=16),
 ]
 
 
-def layout_of(case: Case) -> Layout:
+def layout_of(case: AttentionCase) -> Layout:
     return Layout(case.ranks, case.way in ("zigzag", "pytorch_cp"))
 
 
 TIMES = 1.4
-"""How far an error may be from that of one process in the same precision, whatever the number of ranks."""
+"""How many times larger an error may be than one process's in the same precision, for any number of ranks."""
 
 
-def inputs(case: Case) -> tuple[list[Tensor], Tensor | None]:
-    """Queries, keys, values and the gradient of outputs of a whole sequence; and the number of each token's document,
-    of which some begin and end within a rank's part, and one is longer than it."""
+def inputs(case: AttentionCase) -> tuple[list[Tensor], Tensor | None]:
+    """Queries, keys, values and the gradient of outputs, of a full sequence; and each token's document number. Some
+    documents begin and end within a rank's part, and one is longer than a part."""
     length, generator = case.unit * layout_of(case).chunks, torch.Generator().manual_seed(0)
     kinds = (case.heads[0], case.heads[1], case.heads[1], case.heads[0])
     tensors = [torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64) for heads in kinds]
@@ -62,27 +62,27 @@ def inputs(case: Case) -> tuple[list[Tensor], Tensor | None]:
     return [tensor.to(case.dtype) for tensor in tensors], begins.cumsum(1) if case.documents else None
 
 
-def whole(case: Case, dtype: torch.dtype) -> list[Tensor]:
+def attend_alone(case: AttentionCase, dtype: torch.dtype) -> list[Tensor]:
     """Outputs and gradients in one process."""
-    (*given, gradient), documents = inputs(case)
-    q, k, v = (tensor.to(dtype).requires_grad_() for tensor in given)
+    (*tensors, gradient), documents = inputs(case)
+    q, k, v = (tensor.to(dtype).requires_grad_() for tensor in tensors)
     out = attend(documents, q, k, v)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient.to(dtype))]
 
 
 def attend(documents: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
     if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    return scaled_dot_product_attention(q, k, v, seen, scale=SCALE, enable_gqa=True)
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    return scaled_dot_product_attention(q, k, v, mask, scale=SCALE, enable_gqa=True)
 
 
-def on_rank(case: Case) -> list[Tensor]:
-    """A rank's part of the same."""
+def on_rank(case: AttentionCase) -> list[Tensor]:
+    """A rank's part of these outputs and gradients."""
     group = dist.group.WORLD
     assert group is not None
-    ring, (given, documents) = Ring(group, zigzag=layout_of(case).zigzag), inputs(case)
-    *qkv, gradient = (ring.layout.part(tensor, ring.rank, 2) for tensor in given)
+    ring, (tensors, documents) = Ring(group, zigzag=layout_of(case).zigzag), inputs(case)
+    *qkv, gradient = (ring.layout.part(tensor, ring.rank, 2) for tensor in tensors)
     for tensor in qkv:
         tensor.requires_grad_()
     if case.way == "ulysses":
@@ -98,16 +98,17 @@ def on_rank(case: Case) -> list[Tensor]:
 def test_attention_over_ranks_is_as_exact_as_in_one_process(ranks: RankPool, case):
     layout = layout_of(case)
     parts = zip(*ranks.run(case.ranks, on_rank, case), strict=True)
-    exact, alone = whole(case, torch.float64), whole(case, case.dtype)
+    exact, alone = attend_alone(case, torch.float64), attend_alone(case, case.dtype)
     rounding = 4 * torch.finfo(torch.promote_types(case.dtype, torch.float32)).eps
-    for name, mine, one, right in zip(("out", "q", "k", "v"), parts, alone, exact, strict=True):
-        assert mine[0].dtype == case.dtype
-        error, allowed = ((found.double() - right).norm() / right.norm() for found in (layout.whole(mine, 2), one))
+    for name, rank_parts, baseline, right in zip(("out", "q", "k", "v"), parts, alone, exact, strict=True):
+        assert rank_parts[0].dtype == case.dtype
+        tensors = layout.whole(rank_parts, 2), baseline
+        error, allowed = ((tensor.double() - right).norm() / right.norm() for tensor in tensors)
         assert error < TIMES * allowed + rounding, f"{name}: {error:.1e}, alone {allowed:.1e}"
 
 
 class Large(Ring):
-    """The last of so many ranks, which finds the keys and values of all others here."""
+    """The ring as the last of `size` ranks sees it. It has all keys and values, and communicates nothing."""
 
     def __init__(self, k: Tensor, v: Tensor, size: int):
         self.rank, self.size, self.layout = size - 1, size, Layout(size)
@@ -122,19 +123,20 @@ class Large(Ring):
 
 
 def test_rounding_does_not_add_up_along_a_ring():
-    case = Case(64, "ring", torch.bfloat16, unit=2)
+    case = AttentionCase(64, "ring", torch.bfloat16, unit=2)
     q, k, v, gradient = inputs(case)[0]
     ring, last = Large(k, v, case.ranks), slice(-case.unit, None)
-    own = [tensor[:, :, last].clone().requires_grad_() for tensor in (q, k, v)]
-    out = RingAttention.apply(*own, None, ring, SCALE)
-    found = out.detach(), torch.autograd.grad(out, own, gradient[:, :, last])[0]
-    for mine, one, right in zip(found, whole(case, case.dtype), whole(case, torch.float64), strict=False):
-        error, allowed = ((made.double() - right[:, :, last]).norm() for made in (mine, one[:, :, last]))
+    part = [tensor[:, :, last].clone().requires_grad_() for tensor in (q, k, v)]
+    out = RingAttention.apply(*part, None, ring, SCALE)
+    results = out.detach(), torch.autograd.grad(out, part, gradient[:, :, last])[0]
+    alone, exact = attend_alone(case, case.dtype), attend_alone(case, torch.float64)
+    for result, baseline, right in zip(results, alone, exact, strict=False):
+        error, allowed = ((tensor.double() - right[:, :, last]).norm() for tensor in (result, baseline[:, :, last]))
         assert error < TIMES * allowed
 
 
-class Written(Ring):
-    """A ring without ranks, which writes down when a message is posted and when it is waited for."""
+class RecordedRing(Ring):
+    """A ring without ranks, which records when a message is posted and when it is waited for."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
@@ -146,7 +148,7 @@ class Written(Ring):
 
 
 def test_the_next_block_is_under_way_before_one_is_computed():
-    ring = Written(rank=1, size=3)
+    ring = RecordedRing(rank=1, size=3)
     for source, keys in ring.turns(torch.tensor(0)):
         ring.events.append(f"compute {int(keys)} of {source}")
     assert ring.events == [

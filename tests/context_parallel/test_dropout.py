@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.mesh import Mesh
-from tests.context_parallel.test_attention import Case, layout_of
+from tests.context_parallel.test_attention import AttentionCase, layout_of
 from tests.models import DEVICE, build, make_batch
-from tests.parity import Case as Training
-from tests.parity import one_step, strategy_of
+from tests.parity import Case, one_step, strategy_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -24,26 +23,26 @@ PROBABILITY = 0.3
 
 def drops(module: nn.Module) -> dict[str, nn.Dropout]:
     """Its dropouts by name; that of attention is set to 0."""
-    found = {name: part for name, part in module.named_modules() if isinstance(part, nn.Dropout)}
-    for name in [name for name in found if name.endswith("attn_dropout")]:
-        found.pop(name).p = 0.0
-    return found
+    dropouts = {name: part for name, part in module.named_modules() if isinstance(part, nn.Dropout)}
+    for name in [name for name in dropouts if name.endswith("attn_dropout")]:
+        dropouts.pop(name).p = 0.0
+    return dropouts
 
 
 def a_step(mesh: str, choice: str, options: dict[str, Any]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss of a step, the state after it, and what this rank has kept, by the name of the dropout."""
-    kept: dict[str, Tensor] = {}
+    """The loss of a step, the state after it, and this rank's masks by the name of the dropout."""
+    masks: dict[str, Tensor] = {}
 
-    def keep(name: str, part: nn.Module, given: tuple[Tensor, ...], out: Tensor):
-        assert torch.equal(kept.setdefault(name, out != 0), out != 0), f"{name} drops others where it runs again"
+    def keep(name: str, part: nn.Module, inputs: tuple[Tensor, ...], out: Tensor):
+        assert torch.equal(masks.setdefault(name, out != 0), out != 0), f"{name} drops others where it runs again"
 
-    with strategy_of(Training(choice, MODEL, mesh, options)) as strategy:
+    with strategy_of(Case(choice, MODEL, mesh, options)) as strategy:
         for name, part in drops(strategy.module).items():
             part.register_forward_hook(partial(keep, name))
         groups: Any = SimpleNamespace(mesh=Mesh.parse(mesh))
         seed_everything(7, Ranks(dist.get_rank(), dist.get_world_size(), DEVICE, "gloo", groups).drawing_rank)
         loss = one_step(strategy, [make_batch(MODEL, 2, 0)]).item()
-        return loss, strategy.full_state_dict(), kept
+        return loss, strategy.full_state_dict(), masks
 
 
 @each_row(
@@ -56,17 +55,17 @@ def a_step(mesh: str, choice: str, options: dict[str, Any]) -> tuple[float, dict
 def test_a_model_with_dropout(ranks: RankPool, mesh, choice, options):
     sizes = Mesh.parse(mesh)
     results = ranks.run(sizes.size, a_step, mesh, choice, options)
-    layout = layout_of(Case(sizes.degree("cp"), options.get("context_parallel", "zigzag")))
+    layout = layout_of(AttentionCase(sizes.degree("cp"), options.get("context_parallel", "zigzag")))
     module, batch = build(MODEL), make_batch(MODEL, 2, 0)
     for name, part in drops(module).items():
-        parts = [kept[name] for _, _, kept in results][:: sizes.degree("tp")]
-        assert not any(torch.equal(parts[0], other) for other in parts[1:]), "ranks draw the same masks"
-        kept = layout.whole(parts, 1)[:, : batch["input_ids"].shape[1]]
-        part.register_forward_hook(lambda _, given, out, kept=kept: given[0] * kept / (1 - PROBABILITY))
+        parts = [masks[name] for _, _, masks in results][:: sizes.degree("tp")]
+        assert not any(torch.equal(parts[0], mask) for mask in parts[1:]), "ranks draw the same masks"
+        mask = layout.whole(parts, 1)[:, : batch["input_ids"].shape[1]]
+        part.register_forward_hook(lambda _, inputs, out, mask=mask: inputs[0] * mask / (1 - PROBABILITY))
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     loss = module(**batch).loss
     loss.backward()
     assert abs(results[0][0] - loss.item()) < 1e-5
     for name, parameter in module.named_parameters():
-        moved, wanted = results[0][1][name] - before[name], -0.1 * parameter.grad
-        torch.testing.assert_close(moved, wanted, atol=2e-6, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+        moved, expected = results[0][1][name] - before[name], -0.1 * parameter.grad
+        torch.testing.assert_close(moved, expected, atol=2e-6, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")

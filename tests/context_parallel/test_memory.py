@@ -35,8 +35,8 @@ def saved_in(module: nn.Module, forward) -> int:
     return sum(storage.nbytes() for place, storage in storages.items() if place not in weights)
 
 
-def held(mesh: str, model: str, options: dict[str, Any]) -> tuple[int, int]:
-    """On a rank, and in one process."""
+def saved_bytes(mesh: str, model: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes saved on this rank, and in one process."""
     with strategy_of(Case("tp", model, mesh, options)) as strategy:
         alone = build(model)
         return saved_in(strategy.module, strategy), saved_in(alone, alone)
@@ -52,11 +52,11 @@ def held(mesh: str, model: str, options: dict[str, Any]) -> tuple[int, int]:
     ],
 )
 def test_a_rank_holds_its_part(ranks: RankPool, ranks_of_cp, model, way, outputs):
-    """`outputs`: how often an attention's are held, in the order of attention and in that of what follows. The last
-    rank of torch's ring never puts a part of them in place by a copy."""
+    """`outputs`: how many copies of an attention's outputs are saved: its own, and one in the layout that follows. The
+    last rank of torch's ring makes no copy."""
     assert 4 * SAMPLES * LENGTH * FEATURES / ranks_of_cp > 2 * SMALL
-    found = ranks.run(ranks_of_cp, held, f"cp={ranks_of_cp}", model, {"context_parallel": way})
-    for rank, (mine, alone) in enumerate(found):
+    results = ranks.run(ranks_of_cp, saved_bytes, f"cp={ranks_of_cp}", model, {"context_parallel": way})
+    for rank, (sharded, alone) in enumerate(results):
         times = 0 if way == "pytorch_cp" and rank == ranks_of_cp - 1 else outputs - 1
         again = times * 4 * SAMPLES * LENGTH * FEATURES * LAYERS
-        assert abs(mine - (alone + again) / ranks_of_cp) < SMALL
+        assert abs(sharded - (alone + again) / ranks_of_cp) < SMALL

@@ -22,7 +22,7 @@ PROMPT = 4
 
 
 class Decoder(nn.Module):
-    """Two blocks with grouped keys, and places that it learns."""
+    """Two blocks with grouped keys, and learned positions."""
 
     def __init__(self, attention: Callable[..., Tensor] = scaled_dot_product_attention):
         super().__init__()
@@ -34,10 +34,9 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.words(tokens) + self.places(positions)
-        for of_q, of_kv in zip(self.q, self.kv, strict=True):
-            q, k, v = (
-                one.unflatten(2, (-1, FEATURES // HEADS)).transpose(1, 2) for one in split_heads(of_q(x), of_kv(x))
-            )
+        for to_q, to_kv in zip(self.q, self.kv, strict=True):
+            tensors = split_heads(to_q(x), to_kv(x))
+            q, k, v = (tensor.unflatten(2, (-1, FEATURES // HEADS)).transpose(1, 2) for tensor in tensors)
             x = x + self._attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
         return self.head(functional.gelu(x))
 
@@ -68,7 +67,7 @@ def own_loop(size: int, way: str, choice: str) -> dict[str, Any]:
         strategy = ddp_lab.load(choice)(model, optimizer_of)
         strategy.load_full_state_dict(initial())
         for step in range(3):
-            batches = [one[context.data_rank :: context.data_size].split(1) for one in samples_of(step)]
+            batches = [tensor[context.data_rank :: context.data_size].split(1) for tensor in samples_of(step)]
             targets = [context.part(batch, fill=-100) for batch in batches[1]]
             weights = strategy.loss_weights([int((part != -100).sum()) for part in targets])
             for index, tokens in enumerate(batches[0]):
@@ -115,12 +114,12 @@ def one_process() -> tuple[dict[str, Tensor], Tensor]:
 )
 def test_a_model_of_ones_own(ranks: RankPool, ranks_in_all, size, way, choice):
     state, answer = one_process()
-    found = ranks.run(ranks_in_all, own_loop, size, way, choice)
-    for rank, result in enumerate(found):
+    results = ranks.run(ranks_in_all, own_loop, size, way, choice)
+    for rank, result in enumerate(results):
         assert result["rank"] == (rank % size, rank // size)
         torch.testing.assert_close(result["answer"], answer, rtol=1e-4, atol=1e-4)
     for name, tensor in state.items():
-        torch.testing.assert_close(found[0]["state"][name], tensor, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[0]["state"][name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def with_documents():
@@ -128,26 +127,26 @@ def with_documents():
         context = ddp_lab.context_parallel(2)
         q, k, v = torch.randn(3, 2, 4, LENGTH, 8, generator=torch.Generator().manual_seed(0))
         documents = (torch.arange(LENGTH) >= 5).long().expand(2, -1)
-        parts = (context.part(one.transpose(1, 2)).transpose(1, 2) for one in (q, k, v))
+        parts = (context.part(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (q, k, v))
         out = context.attention(*parts, is_causal=True, documents=documents)
-        seen = (documents[:, None, :, None] == documents[:, None, None]).tril()
-        wanted = scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
-        torch.testing.assert_close(context.whole(out.transpose(1, 2), LENGTH), wanted)
+        mask = (documents[:, None, :, None] == documents[:, None, None]).tril()
+        expected = scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
+        torch.testing.assert_close(context.whole(out.transpose(1, 2), LENGTH), expected)
 
 
 def test_documents_stay_apart(ranks: RankPool):
     ranks.run(2, with_documents)
 
 
-def attend(size: int, way: str, told: dict[str, Any]):
+def attend(size: int, way: str, arguments: dict[str, Any]):
     with closing_groups():
         q, k, v = torch.randn(3, 1, 3, 4, 8)
-        heads, rest = told.get("heads", 3), {name: value for name, value in told.items() if name != "heads"}
-        ddp_lab.context_parallel(size, way).attention(q, k[:, :heads], v, **rest)
+        heads = arguments.pop("heads", 3)  # of this rank's copy
+        ddp_lab.context_parallel(size, way).attention(q, k[:, :heads], v, **arguments)
 
 
 @each_row(
-    "size, way, told, message",
+    "size, way, arguments, expected",
     [
         (3, "zigzag", {}, "over 3 ranks: must be a number that divides the 2 ranks"),
         (2, "zigzagg", {}, "did you mean zigzag?"),
@@ -157,6 +156,6 @@ def attend(size: int, way: str, told: dict[str, Any]):
         (2, "ulysses", {"is_causal": True}, "do not divide 3 attention heads"),
     ],
 )
-def test_what_an_own_model_is_refused(ranks: RankPool, size, way, told, message):
-    for said in ranks.run(2, message_of, UserError, attend, size, way, told):
-        assert message in said
+def test_what_an_own_model_is_refused(ranks: RankPool, size, way, arguments, expected):
+    for message in ranks.run(2, message_of, UserError, attend, size, way, arguments):
+        assert expected in message

@@ -1,4 +1,4 @@
-"""Balance by a bias, which no model has, is the same on one rank; and what is refused. Parity is `test_meshes.py`."""
+"""Balance by a router bias is the same on one rank; and what is refused. Parity is in `test_meshes.py`."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,17 +20,18 @@ BIASED = {"router_bias": 0.05, "router_scores": "sigmoid"}
 
 
 def balanced(case: Case) -> tuple[list[float], list[Any], dict[str, Tensor]]:
-    """Losses, loads and the state of steps; on one rank each step is one batch."""
-    alone, seen = dist.get_world_size() == 1, ([], [])  # type: ignore[var-annotated]
+    """Losses and loads of all steps, and the state after them. On one rank, each step is one batch."""
+    alone, history = dist.get_world_size() == 1, ([], [])  # type: ignore[var-annotated]
     with strategy_of(replace(case, mesh="ep=1", choice="simple_ddp") if alone else case) as strategy:
-        biases = {name: one.zero_() for name, one in strategy.module.named_buffers() if name.endswith("gate.bias")}
+        buffers = strategy.module.named_buffers()
+        biases = {name: buffer.zero_() for name, buffer in buffers if name.endswith("gate.bias")}
         strategy.load_full_state_dict(build(case.model).state_dict() | biases)
         for index in range(len(case.steps)):
             batches = batches_of(case, index)
-            own = [joined(batches)] if alone else batches[strategy.data_parallel_rank]
-            seen[0].append(one_step(strategy, own).item())
-            seen[1].append(strategy.verdict.expert_load)
-        return *seen, strategy.full_state_dict()
+            local_batches = [joined(batches)] if alone else batches[strategy.data_parallel_rank]
+            history[0].append(one_step(strategy, local_batches).item())
+            history[1].append(strategy.verdict.expert_load)
+        return *history, strategy.full_state_dict()
 
 
 @each_row(
@@ -43,10 +44,10 @@ def balanced(case: Case) -> tuple[list[float], list[Any], dict[str, Tensor]]:
 def test_what_models_do_not_have_is_the_same_on_one_rank(ranks: RankPool, case):
     """Biases move, scores are of another kind."""
     losses, loads, state = ranks.run(case.of.size, balanced, case)[0]
-    ((wanted_losses, wanted_loads, wanted),) = ranks.run(1, balanced, case)
-    assert losses == pytest.approx(wanted_losses, rel=1e-5) and loads == wanted_loads
-    assert_close(state, wanted, TOLERANCE["sgd"], "state")
-    for name, bias in wanted.items() if "router_bias" in case.options else ():
+    ((expected_losses, expected_loads, expected),) = ranks.run(1, balanced, case)
+    assert losses == pytest.approx(expected_losses, rel=1e-5) and loads == expected_loads
+    assert_close(state, expected, TOLERANCE["sgd"], "state")
+    for name, bias in expected.items() if "router_bias" in case.options else ():
         if name.endswith("gate.bias"):
             assert set(bias.abs().div(0.05).round().tolist()) <= set(range(len(losses) + 1)) and bias.any()
 

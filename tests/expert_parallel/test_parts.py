@@ -18,19 +18,19 @@ from expert_parallel.router import Router
 def test_the_grouped_kernel_computes_as_the_loop():
     """The third expert has no rows: its gradient is zero, not none."""
     lengths = [3, 5, 0, 4]
-    made = []
-    for way in (
-        lambda *given: products(*given, lengths, torch.tensor(lengths)),
-        lambda *g: grouped(*g, torch.tensor(lengths)),
+    results = []
+    for compute in (
+        lambda *tensors: products(*tensors, lengths, torch.tensor(lengths)),
+        lambda *tensors: grouped(*tensors, torch.tensor(lengths)),
     ):
         generator = torch.Generator().manual_seed(1)
         rows = torch.randn(12, 16, generator=generator).requires_grad_()
         weights = torch.randn(4, 8, 16, generator=generator).requires_grad_()
-        out = way(rows, weights)
-        made.append((out, *torch.autograd.grad(out.square().sum(), (rows, weights))))
-    for one, other in zip(*made, strict=True):
-        torch.testing.assert_close(one, other)
-    assert not made[0][2][2].any() and not made[1][2][2].any()
+        out = compute(rows, weights)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (rows, weights))))
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second)
+    assert not results[0][2][2].any() and not results[1][2][2].any()
 
 
 @pytest.mark.parametrize(("inputs", "is_aligned"), [(16, True), (10, False)])
@@ -39,8 +39,8 @@ def test_the_kernel_takes_rows_of_a_multiple_of_16_bytes(inputs, is_aligned, mon
     monkeypatch.setattr(of_experts, "has_kernel", lambda device: True)
     monkeypatch.setattr(of_experts, "grouped", kernel)
     weights = torch.ones(2, 8, inputs)
-    made = products(torch.ones(5, inputs), weights, [2, 3], torch.tensor([2, 3]))
-    assert made.unique().item() == inputs and kernel.called == is_aligned
+    out = products(torch.ones(5, inputs), weights, [2, 3], torch.tensor([2, 3]))
+    assert out.unique().item() == inputs and kernel.called == is_aligned
 
 
 def test_the_report_shows_who_gets_how_many_tokens():

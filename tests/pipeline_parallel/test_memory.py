@@ -23,59 +23,61 @@ from tests.tables import each_row
 MODEL, SAMPLES, RANKS, MICRO_BATCHES = "deep", 2, 3, 6
 HIDDEN = 4 * 20 * SAMPLES
 """Bytes of the hidden states of a micro-batch."""
-Held = list[tuple[Action, int]]
+HeldBytes = list[tuple[Action, int]]
 
 
 class Saved:
-    """A tensor that autograd has saved. Nobody else holds this object."""
+    """A tensor that autograd has saved. Only autograd holds this object, so it lives as long as it is saved."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
 
 @contextmanager
-def measured(strategy: Strategy) -> Iterator[Held]:
-    """After each action, bytes of what autograd and products of weights have saved, without the weights themselves."""
+def measured(strategy: Strategy) -> Iterator[HeldBytes]:
+    """Within this context, the bytes held after each action: saved by autograd, or captured for weight gradients.
+    Weights themselves do not count."""
     saved: WeakSet[Saved] = WeakSet()
     weights = {parameter.untyped_storage().data_ptr() for parameter in strategy.module.parameters()}
-    found: Held = []
-    plain = Walk._do
+    held: HeldBytes = []
+    original = Walk._do
 
     def do(walk: Walk, action: Action):
-        plain(walk, action)
+        original(walk, action)
         products = [
-            one
+            product
             for stage_weights in walk._weight_gradients.values()
-            for of_one in stage_weights._products.values()
-            for _, one in of_one
+            for products_of_weight in stage_weights._products.values()
+            for _, product in products_of_weight
         ]
-        kept = [cell.cell_contents for product in products for cell in product.__closure__ or ()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*(s.tensor for s in saved), *kept]}
-        found.append((action, sum(each.nbytes() for place, each in storages.items() if place not in weights)))
+        captured = [cell.cell_contents for product in products for cell in product.__closure__ or ()]
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*(s.tensor for s in saved), *captured]
+        }
+        held.append((action, sum(storage.nbytes() for place, storage in storages.items() if place not in weights)))
 
     def pack(tensor: Tensor) -> Saved:
-        one = Saved(tensor)
-        saved.add(one)
-        return one
+        saved.add(holder := Saved(tensor))
+        return holder
 
-    with mock.patch.object(Walk, "_do", do), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
-        yield found
+    with mock.patch.object(Walk, "_do", do), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        yield held
 
 
-def held(schedule: str, stages_per_rank: int) -> tuple[Held, Held]:
-    """In a step of one micro-batch, and in one of several."""
+def held_in_steps(schedule: str, stages_per_rank: int) -> tuple[HeldBytes, HeldBytes]:
+    """Held bytes in a step of one micro-batch, and in a step of several."""
     with strategy_of(in_stages("tp", f"pp={RANKS}", MODEL, schedule)) as strategy:
         steps = []
         for micro_batches in (1, MICRO_BATCHES):
             strategy.zero_grad()
-            with measured(strategy) as found:
+            with measured(strategy) as held:
                 strategy.forward_backward([make_batch(MODEL, SAMPLES, seed) for seed in range(micro_batches)])
-            steps.append(found)
+            steps.append(held)
         return steps[0], steps[1]
 
 
 def on_paper(actions: list[Action], adds: dict[tuple[Kind, int], int]) -> int:
-    """The most that is held, where an action of a kind and stage adds so many bytes."""
+    """The peak of held bytes, where `adds` has the bytes that an action of a kind and stage adds."""
     now = most = 0
     for action in actions:
         now += adds.get(action[:2], 0)
@@ -85,12 +87,12 @@ def on_paper(actions: list[Action], adds: dict[tuple[Kind, int], int]) -> int:
 
 @each_row("schedule, stages_per_rank", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
 def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule, stages_per_rank):
-    """A pass holds what a block gets and what its tanh makes, which is what the next block gets. Where backward is in
-    two, a product keeps what it got and the gradient of what it made, until the gradient of its weight is computed."""
+    """A forward pass holds the input of each block and the output of its tanh, which is the next block's input. Where
+    backward is split, a product holds its input and its output's gradient until the weight's gradient is computed."""
     lists = lists_of(SCHEDULES[schedule], Shape(RANKS, MICRO_BATCHES, stages_per_rank))
-    for rank, (one, several) in enumerate(ranks.run(RANKS, held, schedule, stages_per_rank)):
-        before = [0, *(size for _, size in one)]
-        adds = {action[:2]: size - before[index] for index, (action, size) in enumerate(one)}
+    for rank, (single, several) in enumerate(ranks.run(RANKS, held_in_steps, schedule, stages_per_rank)):
+        before = [0, *(size for _, size in single)]
+        adds = {action[:2]: size - before[index] for index, (action, size) in enumerate(single)}
         most = max(size for _, size in several)
         assert several[-1][1] == 0 and most == on_paper(lists[rank], adds)
         if schedule in ("gpipe", "1f1b"):
@@ -107,12 +109,12 @@ def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule, stages_per
 
 def left_in_flight(schedule: str) -> int:
     """Messages that one channel holds when a step has been walked, at most."""
-    left = []
+    counts = []
     with strategy_of(in_stages("tp", f"pp={RANKS}", MODEL, schedule)) as strategy:
-        plain = Channel.finish
-        with mock.patch.object(Channel, "finish", lambda self: (left.append(len(self._in_flight)), plain(self))):
+        original = Channel.finish
+        with mock.patch.object(Channel, "finish", lambda self: (counts.append(len(self._in_flight)), original(self))):
             strategy.forward_backward([make_batch(MODEL, SAMPLES, seed) for seed in range(MICRO_BATCHES)])
-    return max(left)
+    return max(counts)
 
 
 def test_what_has_arrived_is_let_go(ranks: RankPool):

@@ -64,8 +64,8 @@ def one_process() -> tuple[list[float], Any, float]:
     model, losses = WithLoss(), []
     optimizer = optimizer_of(model.parameters())
     for step in range(3):
-        whole = {name: torch.cat([batch[name] for batch in batches_of(step)]) for name in ("x", "y")}
-        losses.append((loss := model(**whole).loss).item())
+        global_batch = {name: torch.cat([batch[name] for batch in batches_of(step)]) for name in ("x", "y")}
+        losses.append((loss := model(**global_batch).loss).item())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -84,13 +84,13 @@ def one_process() -> tuple[list[float], Any, float]:
 )
 def test_a_sequence_in_an_own_loop(ranks: RankPool, mesh, choice, schedule, stages_per_rank, split):
     size = 4 if "dp" in mesh else 2
-    wanted_losses, wanted_state, wanted_answer = one_process()
-    found = ranks.run(size, own_loop, mesh, choice, schedule, stages_per_rank, split)
-    for losses, _, answer in found:
-        assert losses == pytest.approx(wanted_losses, rel=1e-5)
-        assert answer == pytest.approx(wanted_answer, rel=1e-5)
-    for name, tensor in wanted_state.items():
-        torch.testing.assert_close(found[0][1][name], tensor, rtol=1e-5, atol=1e-6)
+    expected_losses, expected_state, expected_answer = one_process()
+    results = ranks.run(size, own_loop, mesh, choice, schedule, stages_per_rank, split)
+    for losses, _, answer in results:
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        assert answer == pytest.approx(expected_answer, rel=1e-5)
+    for name, tensor in expected_state.items():
+        torch.testing.assert_close(results[0][1][name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def with_layers_cut() -> float:
@@ -100,8 +100,8 @@ def with_layers_cut() -> float:
 
 
 def test_stages_whose_layers_are_cut(ranks: RankPool):
-    wanted = build("lm, gqa")(**make_batch("lm, gqa", 2, 0)).loss.item()
-    assert ranks.run(4, with_layers_cut) == pytest.approx([wanted] * 4, rel=1e-5)
+    expected = build("lm, gqa")(**make_batch("lm, gqa", 2, 0)).loss.item()
+    assert ranks.run(4, with_layers_cut) == pytest.approx([expected] * 4, rel=1e-5)
 
 
 class Twice(nn.Module):
@@ -124,8 +124,8 @@ def one_step():
 
 def test_a_weight_in_a_product_and_elsewhere(ranks: RankPool):
     """Its first part would be reduced before the second is there."""
-    for said in ranks.run(4, message_of, Exception, one_step):
-        assert re.search(r"layer.weight received a second gradient .* zb-h1, use no weight in", said), said
+    for message in ranks.run(4, message_of, Exception, one_step):
+        assert re.search(r"layer.weight received a second gradient .* zb-h1, use no weight in", message), message
 
 
 def test_what_is_refused():

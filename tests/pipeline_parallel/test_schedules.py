@@ -12,28 +12,28 @@ from pipeline_parallel.schedules import SCHEDULES
 
 shapes = st.builds(Shape, st.integers(1, 8), st.integers(1, 16), st.just(1))
 BUBBLES = {"gpipe": 3, "1f1b": 3, "interleaved": 3, "zb-h1": 1}
-"""In units of p - 1 forward passes of a rank, where backward is two of them; of the interleaved one, divided by v."""
+"""In units of p - 1 forward passes; a backward pass takes two. Of `interleaved`, divided by v."""
 
 
 def most_in_flight(actions):
-    """The most passes whose activations a rank holds at a time: from forward until all of backward is done."""
-    held = most = 0
+    """The most passes whose activations a rank holds at a time: from forward to the end of backward."""
+    passes = most = 0
     splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
     for action in actions:
-        held += action.kind is Kind.FORWARD
-        most = max(most, held)
-        held -= action.kind is (Kind.BACKWARD_WEIGHT if splits else Kind.BACKWARD)
+        passes += action.kind is Kind.FORWARD
+        most = max(most, passes)
+        passes -= action.kind is (Kind.BACKWARD_WEIGHT if splits else Kind.BACKWARD)
     return most
 
 
 def require_whole(lists, shape):
-    """Each pass is there once, on the rank of its stage, in an order that autograd can take. Neighbours send and
-    receive in one order, for each direction."""
+    """Each pass occurs once, on the rank of its stage, forward before backward. In each direction, neighbours send and
+    receive in one order."""
     for rank, actions in enumerate(lists):
         passes = defaultdict(list)
-        for kind, *which in actions:
+        for kind, *place in actions:
             if kind.computes:
-                passes[*which].append(kind)
+                passes[*place].append(kind)
         splits = any(Kind.BACKWARD_WEIGHT in kinds for kinds in passes.values())
         kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if splits else [Kind.BACKWARD])]
         stages = range(rank, shape.stages, shape.ranks)
@@ -54,19 +54,19 @@ def test_every_schedule_on_paper(name, shape, chunks):
     length = run_on_paper(lists, shape).length  # raises where ranks wait for ever
     is_full = shape.micro_batches >= shape.ranks and shape.micro_batches % shape.ranks == 0
     if is_full or name in ("gpipe", "1f1b"):
-        wanted = 3 * shape.micro_batches + BUBBLES[name] * (shape.ranks - 1) / shape.stages_per_rank
-        assert length == pytest.approx(wanted)
+        expected = 3 * shape.micro_batches + BUBBLES[name] * (shape.ranks - 1) / shape.stages_per_rank
+        assert length == pytest.approx(expected)
 
 
 @given(shape=shapes)
 def test_what_is_in_flight(shape):
-    held = {
+    most = {
         name: [most_in_flight(of_rank) for of_rank in lists_of(SCHEDULES[name], shape)]
         for name in ("gpipe", "1f1b", "zb-h1")
     }
-    assert held["gpipe"] == [shape.micro_batches] * shape.ranks
-    assert held["1f1b"] == [min(shape.ranks - rank, shape.micro_batches) for rank in range(shape.ranks)]
-    assert max(held["zb-h1"]) == max(held["1f1b"])
+    assert most["gpipe"] == [shape.micro_batches] * shape.ranks
+    assert most["1f1b"] == [min(shape.ranks - rank, shape.micro_batches) for rank in range(shape.ranks)]
+    assert max(most["zb-h1"]) == max(most["1f1b"])
 
 
 @given(shape=shapes, chunks=st.integers(2, 4), rounds=st.integers(1, 3))
@@ -74,8 +74,8 @@ def test_what_is_in_flight_interleaved(shape, chunks, rounds):
     shape = Shape(shape.ranks, shape.ranks * rounds, chunks)
     passes = shape.micro_batches * chunks
     for rank, actions in enumerate(lists_of(SCHEDULES["interleaved"], shape)):
-        wanted = shape.ranks * (chunks - 1) + 2 * (shape.ranks - rank - 1) + 1
-        assert most_in_flight(actions) == min(wanted, passes)
+        expected = shape.ranks * (chunks - 1) + 2 * (shape.ranks - rank - 1) + 1
+        assert most_in_flight(actions) == min(expected, passes)
 
 
 def test_a_rank_that_would_wait_for_itself_is_named():

@@ -41,13 +41,13 @@ def test_a_profile_names_each_action(ranks: RankPool, tmp_path):
     for rank, actions in enumerate(lists_of(SCHEDULES["zb-h1"], shape)):
         events = read_trace(tmp_path / f"rank_{rank}.json").events
         names = events.loc[events["name"].str.startswith("pipeline "), "name"].str.removeprefix("pipeline ").tolist()
-        wanted = [
+        expected = [
             name
             for action in actions
             for received in [messages_of(action, shape)[0]]
             for name in [str(action), *([f"wait {received}"] if received else [])]
         ]
-        assert names == 2 * wanted
+        assert names == 2 * expected
     timelines = [build_timeline(read_trace(tmp_path / f"rank_{rank}.json"), rank, True) for rank in range(2)]
     steps = pd.DataFrame({"rank": [0, 0, 1, 1], "step": [5, 6] * 2, "step_ms": 1.0})
     passes = pipelines(timelines, pd.DataFrame({"rank": [0, 1], "offset_ms": 0.0}), {"pp": 2})

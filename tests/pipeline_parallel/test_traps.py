@@ -31,18 +31,18 @@ STAGES = [
 
 @pytest.mark.parametrize("case", by_default(STAGES, *STAGES[:5]), ids=str)
 def test_a_pipeline_is_one_process_to_the_last_bit(ranks: RankPool, case):
-    """One that accumulates the same micro-batches: each sum is in their order. (But for a weight of two stages.)"""
+    """The process accumulates the same micro-batches in the same order. A weight of two stages would differ."""
     case = replace(case, split=[[[3, 2, 4]]] * 2, optimizer="adam")
-    found = ranks.run(case.of.size, trained, case)
+    results = ranks.run(case.of.size, trained, case)
     options = {name: value for name, value in case.options.items() if "stage" not in name and "pipeline" not in name}
     alone = replace(case, choice=case.choice.replace("tp", "baseline"), mesh="dp=1", options=options)
-    (wanted,) = ranks.run(1, trained, alone)
-    assert found[0]["loss"] == wanted["loss"]
-    assert {rank["own_loss"] for rank in found} == {wanted["own_loss"]}, "evaluation has the buffers of all stages"
-    for what in ("gradients", "state"):
-        assert found[0][what].keys() == wanted[what].keys()
-        different = [name for name, tensor in wanted[what].items() if not torch.equal(tensor, found[0][what][name])]
-        assert not different, f"{what}: {different}"
+    (expected,) = ranks.run(1, trained, alone)
+    assert results[0]["loss"] == expected["loss"]
+    assert {rank["own_loss"] for rank in results} == {expected["own_loss"]}, "evaluation has the buffers of all stages"
+    for key in ("gradients", "state"):
+        assert results[0][key].keys() == expected[key].keys()
+        different = [name for name, tensor in expected[key].items() if not torch.equal(tensor, results[0][key][name])]
+        assert not different, f"{key}: {different}"
 
 
 # Random numbers ------------------------------------------------------------------------------------------------------
@@ -63,15 +63,15 @@ def test_each_micro_batch_has_random_numbers_of_its_own(ranks: RankPool):
     """A stage draws for one micro-batch after the other, whatever its schedule runs in between, and a block that is
     computed again draws what it drew."""
     case = in_stages("tp", "pp=2", "lm, long, gpt2, dropout", "gpipe")
-    wanted = ranks.run(2, with_dropout, case)[0]
+    expected = ranks.run(2, with_dropout, case)[0]
     for schedule, blocks in (("1f1b", "none"), ("zb-h1", "none"), ("1f1b", "block")):
         options = {**case.options, "pipeline_schedule": schedule, "activation_checkpointing": blocks}
         assert_close(
-            ranks.run(2, with_dropout, replace(case, options=options))[0], wanted, 1e-6, f"{schedule} {blocks}"
+            ranks.run(2, with_dropout, replace(case, options=options))[0], expected, 1e-6, f"{schedule} {blocks}"
         )
     (without,) = ranks.run(1, with_dropout, replace(case, choice="baseline", mesh="dp=1", options={}))
     with pytest.raises(AssertionError, match="is off by"):
-        assert_close(without, wanted, 1e-3, "the second stage draws as the first")
+        assert_close(without, expected, 1e-3, "the second stage draws as the first")
 
 
 # Loss scaling --------------------------------------------------------------------------------------------------------
@@ -84,5 +84,5 @@ def overflowing_in_one_stage(choice: str, rank: int, layer: str) -> list[tuple[b
 
 @each_row("choice, rank, layer", [("tp", 3, "last"), ("zero3", 0, "blocks.0")])
 def test_an_overflow_in_one_stage_skips_the_step_for_all(ranks: RankPool, choice, rank, layer):
-    found = ranks.run(4, overflowing_in_one_stage, choice, rank, layer)
-    assert found == [[(False, 16.0, False), (True, 8.0, True), (False, 8.0, False)]] * 4
+    outcomes = ranks.run(4, overflowing_in_one_stage, choice, rank, layer)
+    assert outcomes == [[(False, 16.0, False), (True, 8.0, True), (False, 8.0, False)]] * 4

@@ -22,7 +22,7 @@ from tests.ranks import RankPool
 RIGHT = ""
 
 
-class Block(nn.Module):
+class MaskedBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.factor = nn.Linear(FEATURES, FEATURES), 0.5
@@ -32,13 +32,13 @@ class Block(nn.Module):
         return torch.tanh(self.norm(self.linear(x))) * mask
 
 
-class Model(nn.Module):
+class StagedModel(nn.Module):
     """An embedding, four blocks and a head, as `change` leaves them and `run` calls them."""
 
     def __init__(self, run: "Run", change: "Change | None"):
         super().__init__()
         self.embed = nn.Linear(FEATURES, FEATURES)
-        self.layers: Any = nn.ModuleList(Block() for _ in range(4))
+        self.layers: Any = nn.ModuleList(MaskedBlock() for _ in range(4))
         self.head = nn.Linear(FEATURES, FEATURES)
         self._run = run
         if change is not None:
@@ -69,13 +69,13 @@ def picked(*indices: int) -> Run:
     return lambda model, x: model.head(blocks([model.layers[index] for index in indices], model.embed(x)))
 
 
-def each(step: Callable[[Any, Tensor], Tensor]) -> Run:
+def each_block(step: Callable[[Any, Tensor], Tensor]) -> Run:
     """What is done with each block."""
     return lambda model, x: model.head(blocks([partial(step, block) for block in model.layers], model.embed(x)))
 
 
 def read_by(head_of: Callable[[Any], Tensor], detaches: bool = False) -> Run:
-    """The head is a product with a weight that belongs to something else, too."""
+    """The head is a product with a weight that another module owns."""
 
     def run(model, x: Tensor) -> Tensor:
         x = model.embed(x)
@@ -172,13 +172,13 @@ def known_as(**ways: Callable[[Any], Any]) -> Change:
 
 
 def forwards(forward: Callable[..., Any], knows: Callable[[Any], Any] = lambda model: None) -> Change:
-    """Gives blocks another forward, which knows something of the model."""
+    """Gives blocks another forward, which reads from `block.shared` what `knows` takes of the model."""
 
     def change(model):
-        kind = type("Other", (Block,), {"forward": forward, "known": None})
+        kind = type("Other", (MaskedBlock,), {"forward": forward, "shared": None})
         model.layers = nn.ModuleList(kind() for _ in range(4))
         for block in model.layers:
-            block.known = [knows(model)]
+            block.shared = [knows(model)]
 
     return change
 
@@ -190,7 +190,7 @@ CASES: dict[str, tuple[Run, Change | None, str]] = {
     # What is right
     "in order": (in_order, None, RIGHT),
     "the first block of a stage is left out": (picked(0, 1, 3), None, RIGHT),
-    "each block twice in a row": (each(lambda block, x: block(block(x))), None, RIGHT),
+    "each block twice in a row": (each_block(lambda block, x: block(block(x))), None, RIGHT),
     "a block stands in both stages": (in_order, standing(0, 1, 2, 0), RIGHT),
     "a block stands twice in the last stage": (in_order, standing(0, 1, 2, 2), RIGHT),
     "all blocks share a matrix": (in_order, sharing(0, 1, 2, 3), RIGHT),
@@ -206,7 +206,7 @@ CASES: dict[str, tuple[Run, Change | None, str]] = {
         known_as(stack=lambda model: [list(model.layers)]),
         RIGHT,
     ),
-    "a number of each block": (each(lambda block, x: block(x) * block.factor), None, RIGHT),
+    "a number of each block": (each_block(lambda block, x: block(x) * block.factor), None, RIGHT),
     "a mask of the form of hidden states": (masked(lambda x: torch.ones_like(x).tril() > 0), None, RIGHT),
     # What is refused when the model is cut
     "a batch norm in both stages": (
@@ -249,7 +249,7 @@ CASES: dict[str, tuple[Run, Change | None, str]] = {
         "hands tuple from stage 0 to layers.2 of stage 1, and not one tensor; let modules take hidden states",
     ),
     "tuples that forward takes apart": (
-        each(unpacked),
+        each_block(unpacked),
         forwards(lambda block, x: (block.linear(x), x)),
         r"fails in stage 1 after layers.0, which returns one tensor there.* \(ValueError: too many",
     ),
@@ -257,7 +257,7 @@ CASES: dict[str, tuple[Run, Change | None, str]] = {
     "an early exit": (leaves_early, None, VALUES.format("item")),
     "a block that calls the head": (
         in_order,
-        forwards(lambda block, x: block.known[0](block.linear(x)), lambda model: model.head),
+        forwards(lambda block, x: block.shared[0](block.linear(x)), lambda model: model.head),
         "calls head of stage 1 in layers.0; put both into one stage",
     ),
     "no graph in the last stage": (
@@ -266,7 +266,7 @@ CASES: dict[str, tuple[Run, Change | None, str]] = {
         "a gradient is not finite on rank 0.* for gradients where the next stage runs under no_grad",
     ),
     "checkpoints of its own": (
-        each(lambda block, x: checkpoint(block, x, use_reentrant=False)),
+        each_block(lambda block, x: checkpoint(block, x, use_reentrant=False)),
         None,
         "has a checkpoint around layers.2, the first of its stage",
     ),
@@ -282,10 +282,10 @@ TWICE = ("across stages", "an early exit", "a residual around all blocks")
 
 @closing_groups()
 def outcome(choice: str, schedule: str, case: str, evaluates: bool) -> str:
-    """Of two steps, or of an evaluation: why they are refused, or in what they differ from one process."""
+    """Run two steps or an evaluation. Returns why it is refused or how it differs from one process; else ""."""
     run, change, _ = CASES[case]
     torch.manual_seed(0)
-    model, x = Model(run, change), torch.randn(6, FEATURES)
+    model, x = StagedModel(run, change), torch.randn(6, FEATURES)
     alone, halves = copy.deepcopy(model), [{"x": half} for half in x.chunk(2)]
     make_optimizer = partial(torch.optim.SGD, lr=0.5)
     optimizer = make_optimizer(alone.parameters())
@@ -296,20 +296,20 @@ def outcome(choice: str, schedule: str, case: str, evaluates: bool) -> str:
                 off = abs(strategy(**halves[1]).loss - alone(**halves[1]).loss)
             return RIGHT if off <= 1e-6 else f"off by {off}"
         for _ in range(2):
-            wanted = torch.stack([alone(**half).loss for half in halves]).mean()
-            wanted.backward()
-            found = strategy.forward_backward(halves)
-            if abs(found - wanted) > 1e-6:
-                return f"loss {found}, and not {wanted}"
+            expected = torch.stack([alone(**half).loss for half in halves]).mean()
+            expected.backward()
+            loss = strategy.forward_backward(halves)
+            if abs(loss - expected) > 1e-6:
+                return f"loss {loss}, and not {expected}"
             strategy.step()
             strategy.zero_grad()
             optimizer.step()
             optimizer.zero_grad()
-        state, whole = strategy.full_state_dict(), alone.state_dict()
+        state, expected_state = strategy.full_state_dict(), alone.state_dict()
     except AgreedError as error:
         return str(error)
-    different = [name for name in state if not torch.allclose(state[name], whole[name], 1e-6, 1e-6)]
-    return ", ".join([*(state.keys() ^ whole.keys() if state else ()), *different])
+    different = [name for name in state if not torch.allclose(state[name], expected_state[name], 1e-6, 1e-6)]
+    return ", ".join([*(state.keys() ^ expected_state.keys() if state else ()), *different])
 
 
 def outcomes(choice: str, schedule: str, cases: Sequence[str], evaluates: bool) -> dict[str, str]:
@@ -320,11 +320,11 @@ def outcomes(choice: str, schedule: str, cases: Sequence[str], evaluates: bool) 
     "choice, schedule, evaluates", [("tp", "1f1b", False), ("zero3", "zb-h1", False), ("zero1", "gpipe", True)]
 )
 def test_it_is_right_or_refused(ranks: RankPool, choice, schedule, evaluates):
-    cases = [case for case, (*_, said) in CASES.items() if choice == "tp" or said == RIGHT or case in TWICE]
+    cases = [case for case, (*_, expected) in CASES.items() if choice == "tp" or expected == RIGHT or case in TWICE]
     wrong = []
-    for found in ranks.run(2, outcomes, choice, schedule, cases, evaluates):
-        for case, said in found.items():
-            wanted = CASES[case][2]
-            if not (re.search(wanted, said) if wanted else said == RIGHT):
-                wrong.append(f"{case}: {said}")
+    for message_by_case in ranks.run(2, outcomes, choice, schedule, cases, evaluates):
+        for case, message in message_by_case.items():
+            expected = CASES[case][2]
+            if not (re.search(expected, message) if expected else message == RIGHT):
+                wrong.append(f"{case}: {message}")
     assert not wrong, "\n".join(wrong)

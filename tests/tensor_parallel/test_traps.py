@@ -23,7 +23,8 @@ from tests.tables import each_row
 
 
 def threads_once_ended(expected: int) -> int:
-    """Of this process, as soon as they are no more than expected: /proc still lists a thread that has just ended."""
+    """The number of this process's threads. /proc lists threads that have just ended: waits until there are no more
+    than `expected`, for 10 s at most."""
     until = time.monotonic() + 10
     while (threads := len(list(Path("/proc/self/task").iterdir()))) > expected and time.monotonic() < until:
         time.sleep(0.01)
@@ -31,15 +32,15 @@ def threads_once_ended(expected: int) -> int:
 
 
 def threads_behind_meshes(choice: str) -> list[int]:
-    """Of this process, when each of some meshes has been closed, on which a strategy took a step."""
-    found: list[int] = []
+    """The number of this process's threads after each of three meshes, on which a strategy takes a step, is closed."""
+    counts: list[int] = []
     for _ in range(3):
         with strategy_of(
             Case(choice, mesh="replicate=2,shard=1,tp=2" if choice == "zero3" else "dp=2,tp=2")
         ) as strategy:
             one_step(strategy, [make_batch("plain", 2, 0)])
-        found.append(threads_once_ended(min(found[1:], default=1000)))
-    return found
+        counts.append(threads_once_ended(min(counts[1:], default=1000)))
+    return counts
 
 
 @each_row("choice", ["tp", "zero3"])
@@ -50,7 +51,7 @@ def test_groups_end_with_their_mesh(ranks: RankPool, choice):
 
 
 def break_a_gradient(choice: str) -> str:
-    """What rank 1 of dp=2,tp=2 makes the others say: a NaN in the gradient of its part alone."""
+    """This rank's error when rank 1 of dp=2,tp=2 alone has a NaN in a gradient."""
     with strategy_of(Case(choice, "lm, llama", "dp=2,tp=2")) as strategy:
         if dist.get_rank() == 1:
             name = "model.layers.1.mlp.up_proj.weight"
@@ -67,21 +68,21 @@ def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice)
 
 
 def draw(sequence_parallel: bool) -> dict[str, Any]:
-    """Which elements dropout keeps, and the states of the generator within a region."""
+    """Which elements dropout keeps, and the generator's state within a region and after the step."""
     with strategy_of(
         Case("tp", "lm, gpt2, dropout", "dp=2,tp=2", {"sequence_parallel": sequence_parallel})
     ) as strategy:
         seed_everything(7, strategy.data_parallel_rank)  # as the runner: the same for ranks with the same samples
-        seen: dict[str, Any] = {}
+        draws: dict[str, Any] = {}
 
         def keep(name: str):
             def hook(module, args, output: torch.Tensor):
-                seen.setdefault(name, (output != 0).flatten(0, -2))
+                draws.setdefault(name, (output != 0).flatten(0, -2))
 
             return hook
 
         def keep_state(*_):
-            seen.setdefault("inside", torch.get_rng_state())
+            draws.setdefault("inside", torch.get_rng_state())
 
         body = strategy.module.transformer
         body.drop.register_forward_hook(keep("embedding"))
@@ -89,16 +90,16 @@ def draw(sequence_parallel: bool) -> dict[str, Any]:
         body.h[0].attn.c_attn.register_forward_hook(keep_state)
         strategy.module.train()
         one_step(strategy, [make_batch("lm, gpt2, dropout", 2, 0)])
-        seen["after"] = torch.get_rng_state()
-        return seen
+        draws["after"] = torch.get_rng_state()
+        return draws
 
 
 @each_row("sequence_parallel", [False, True])
 def test_dropout(ranks: RankPool, sequence_parallel):
-    """The same masks where ranks compute alike, others where they have their own heads or tokens, and afterwards all
-    go on with the same numbers. Ranks with other samples have others everywhere."""
-    first, second, *others = ranks.run(4, draw, sequence_parallel)
-    assert not any(torch.equal(first[name], other[name]) for name in first for other in others)
+    """Ranks of one model have the same masks where they compute the same, and different ones for their own heads or
+    tokens. Afterwards their generators are in the same state. Ranks with other samples differ everywhere."""
+    first, second, *replicas = ranks.run(4, draw, sequence_parallel)
+    assert not any(torch.equal(first[name], replica[name]) for name in first for replica in replicas)
     assert torch.equal(first["embedding"], second["embedding"])
     assert torch.equal(first["between"], second["between"]) is not sequence_parallel
     assert not torch.equal(first["inside"], second["inside"])
@@ -106,45 +107,46 @@ def test_dropout(ranks: RankPool, sequence_parallel):
 
 
 def cross_entropy(scale: float, dtype: torch.dtype, vocabulary: int) -> tuple[torch.Tensor, ...]:
-    """Loss and gradient of cut logits on this rank, and what torch says of the whole."""
+    """Loss and gradient: of cut logits on this rank, and torch's of the full logits. In turn: loss, loss, gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(9, vocabulary, generator=generator) * scale).to(dtype)
     targets = torch.randint(vocabulary, (9,), generator=generator)
     targets[2] = -100
     ((first, end),) = cut_evenly("head", "entries", vocabulary, 1, size).ranges[rank]
-    part, whole = logits[:, first:end].clone().requires_grad_(), logits.clone().requires_grad_()
+    part, full = logits[:, first:end].clone().requires_grad_(), logits.clone().requires_grad_()
     losses = VocabularyParallelCrossEntropy.apply(part, targets, first, dist.group.WORLD)
     (losses.where(targets >= 0, 0).sum() / 8).backward()
-    expected = functional.cross_entropy(whole.float(), targets)
+    expected = functional.cross_entropy(full.float(), targets)
     expected.backward()
-    assert part.grad is not None and whole.grad is not None
-    return losses[targets >= 0].mean().detach(), expected.detach(), part.grad, whole.grad[:, first:end]
+    assert part.grad is not None and full.grad is not None
+    return losses[targets >= 0].mean().detach(), expected.detach(), part.grad, full.grad[:, first:end]
 
 
 @each_row("world_size, vocabulary", [(2, 10), (3, 10), (4, 5)])
 def test_cross_entropy(ranks: RankPool, world_size, vocabulary):
     """Also of logits whose exponentials overflow, and over unequal parts."""
     for scale, dtype in ((1.0, torch.float32), (3e4, torch.float32), (5.0, torch.bfloat16)):
-        for loss, expected, gradient, wanted in ranks.run(world_size, cross_entropy, scale, dtype, vocabulary):
-            assert torch.allclose(loss, expected, rtol=1e-6) and gradient.dtype == dtype
-            assert torch.allclose(gradient, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)
+        for loss, full_loss, gradient, full_gradient in ranks.run(world_size, cross_entropy, scale, dtype, vocabulary):
+            assert torch.allclose(loss, full_loss, rtol=1e-6) and gradient.dtype == dtype
+            assert torch.allclose(gradient, full_gradient, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)
 
 
 # Refusals ----------------------------------------------------------------------------------------------------------
 
 
-def refuse(mesh: str, model: str, plan, wanted: str) -> str:
+def refuse(mesh: str, model: str, plan, expected: str) -> str:
     def cut():
         with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
             module = build(model)
-            parallelize(module, plan or plan_of(module, groups.mesh.model_size), groups, DEVICE, "--sequence" in wanted)
+            layer_plan = plan or plan_of(module, groups.mesh.model_size)
+            parallelize(module, layer_plan, groups, DEVICE, "--sequence" in expected)
 
     return message_of(UnsupportedError, cut)
 
 
 @each_row(
-    "model, plan, wanted",
+    "model, plan, expected",
     [
         (
             "lm, gqa",
@@ -170,9 +172,9 @@ def refuse(mesh: str, model: str, plan, wanted: str) -> str:
         ("adapted", {"blocks.*": Region(), "blocks.*.base": Column()}, "adapter.weight is in region blocks.0, where"),
     ],
 )
-def test_refused_by_name(ranks: RankPool, model, plan, wanted):
-    for message in ranks.run(3, refuse, "tp=3", model, plan, wanted):
-        assert wanted in message
+def test_refused_by_name(ranks: RankPool, model, plan, expected):
+    for message in ranks.run(3, refuse, "tp=3", model, plan, expected):
+        assert expected in message
 
 
 class Overflow(torch.autograd.Function):
@@ -188,23 +190,23 @@ class Overflow(torch.autograd.Function):
 
 
 def overflowing(strategy: Strategy, model: str, layer: str | None) -> list[tuple[bool, float, bool]]:
-    """Of three steps: whether it was skipped, the scale behind it, and whether parameters are as they were. In the
-    second one, `layer` gets a gradient that is not finite, on ranks that name one."""
+    """For each of three steps: whether it was skipped, the loss scale after it, and whether parameters stayed the same
+    (False but in the second). In the second step, the gradient of `layer` overflows on ranks that name one."""
     assert strategy.scaler is not None
-    found = []
+    outcomes = []
     for step in range(3):
         before, hooks = strategy.full_state_dict(), []
         if step == 1 and layer:
-            here = strategy.module.get_submodule(layer)
-            hooks.append(here.register_forward_hook(lambda _, __, output: Overflow.apply(output)))
+            module = strategy.module.get_submodule(layer)
+            hooks.append(module.register_forward_hook(lambda _, __, output: Overflow.apply(output)))
         seeds = (100 * step + 10 * strategy.data_parallel_rank + micro_batch for micro_batch in range(2))
         one_step(strategy, [make_batch(model, 2, seed) for seed in seeds])
         for hook in hooks:
             hook.remove()
         after = strategy.full_state_dict()
-        kept = all(torch.equal(before[name], after[name]) for name in before)
-        found.append((strategy.verdict.skipped, strategy.scaler.scale.item(), kept and step == 1))
-    return found
+        is_unchanged = all(torch.equal(before[name], after[name]) for name in before)
+        outcomes.append((strategy.verdict.skipped, strategy.scaler.scale.item(), is_unchanged and step == 1))
+    return outcomes
 
 
 def overflowing_on_one_rank(choice: str) -> list[tuple[bool, float, bool]]:
@@ -214,5 +216,5 @@ def overflowing_on_one_rank(choice: str) -> list[tuple[bool, float, bool]]:
 
 @each_row("choice", ["tp", "zero3"])
 def test_an_overflow_in_one_part_skips_the_step_for_all(ranks: RankPool, choice):
-    found = ranks.run(4, overflowing_on_one_rank, choice)
-    assert found == [[(False, 16.0, False), (True, 8.0, True), (False, 8.0, False)]] * 4
+    outcomes = ranks.run(4, overflowing_on_one_rank, choice)
+    assert outcomes == [[(False, 16.0, False), (True, 8.0, True), (False, 8.0, False)]] * 4

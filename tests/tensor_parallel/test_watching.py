@@ -44,15 +44,15 @@ def test_ranks_with_parts_of_one_model_compare_what_they_issued(ranks: RankPool)
     assert problem is not None and expected in problem and "no parameter is updated yet" in problem
 
 
-one, other = entry(1, group="ranks 2,3"), entry(1, group="ranks 2,3", elements=11)
-waiting = state(0, one, waits=True)
+short, long = entry(1, group="ranks 2,3"), entry(1, group="ranks 2,3", elements=11)
+waiting = state(0, short, waits=True)
 MESSAGES: dict[str, tuple[dict[int, RankReport], str]] = {
     "several killed": (
         {0: ended(waiting, "connection"), 2: gone(state(2, progress_s=2)), 3: gone(state(3))},
         "ranks 2 (dp 1, tp 0), 3 (dp 1, tp 1); first rank 3 (dp 1, tp 1) was killed",
     ),
     "mismatched": (
-        {2: ended(state(2, one), "mismatch"), 3: ended(state(3, other), "noticed")},
+        {2: ended(state(2, short), "mismatch"), 3: ended(state(3, long), "noticed")},
         "collective #1 differs between ranks: rank 2 (dp 1, tp 0) all_reduce of 10 float32; rank 3 (dp 1, tp 1) all_",
     ),
     "hung": (
