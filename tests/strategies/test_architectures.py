@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.parity import FAMILIES, NAMES, in_own_loops
 from tests.ranks import RankPool
-from tests.strategies.cases.case import SAMPLES, Case, Outcome, Run, Samples, in_one_process, on_a_rank
+from tests.strategies.cases.case import SAMPLES, LoopCase, LoopOutcome, Run, Samples, in_one_process, on_a_rank
 from tests.strategies.cases.outcomes import assert_equal
 
 VOCABULARY, TOKENS = 48, 7
@@ -61,22 +61,22 @@ def resnet() -> nn.Module:
     return ResNetForImageClassification(ResNetConfig(num_labels=5, **sizes))
 
 
-def case_of(module: Callable[[], nn.Module], batch_of: Callable[[Samples], dict[str, Any]], **given) -> Case:
+def case_of(module: Callable[[], nn.Module], batch_of: Callable[[Samples], dict[str, Any]], **settings) -> LoopCase:
     def loss(run: Run, batch: Samples) -> Tensor:
         return run(**batch_of(batch)).loss
 
-    return Case(lambda: module().train(), loss, **given)
+    return LoopCase(lambda: module().train(), loss, **settings)
 
 
 ARCHITECTURES = {"T5": case_of(t5, text), "ViT": case_of(vit, images), "ResNet": case_of(resnet, images)}
 
 
-def train(name: str, choice: str) -> Outcome | str:
+def train(name: str, choice: str) -> LoopOutcome | str:
     return on_a_rank(ARCHITECTURES[name], choice, 0.01)
 
 
 @cache
-def expected(name: str) -> Outcome:
+def expected(name: str) -> LoopOutcome:
     return in_one_process(ARCHITECTURES[name], 2)
 
 

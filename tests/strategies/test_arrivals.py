@@ -1,4 +1,4 @@
-"""Which parts of a model wait for which parameters: each for its own, just before it runs, and never too late."""
+"""Each part of a model waits for its own parameters, just before it runs."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from sharding.options.arrivals import Arrivals
 from tests.tables import each_row
 
 
-class Model(nn.Module):
+class LoggingModel(nn.Module):
     """Notes what runs. `offset` lies beside the blocks, in no part; `head` is perhaps not called."""
 
     def __init__(self, log, calls_head=True):
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 class Flat:
-    """In the place of a flat parameter, and of its parts on their way."""
+    """Stands for a flat parameter, and for its gather under way."""
 
     def __init__(self, name, parameter, log):
         self.name, self.parameters, self.log = name, [parameter], log
@@ -40,7 +40,7 @@ class Flat:
 
 
 def started(model):
-    """What lets `model` wait, after a first forward pass, with all parameters on their way."""
+    """The `Arrivals` of `model` after a first forward pass; gathers of all parameters are under way."""
     flats = [Flat(name, p, model.log) for name, p in model.named_parameters() if "bias" not in name]
     arrivals = Arrivals(model, find_blocks(model), flats)
     model(torch.ones(1, 2))
@@ -53,7 +53,7 @@ def started(model):
 @each_row("is_training", [True, False])
 def test_each_part_waits_for_its_own(is_training):
     log = []
-    model = Model(log)
+    model = LoggingModel(log)
     started(model)
     with torch.set_grad_enabled(is_training):
         model(torch.ones(1, 2))
@@ -74,7 +74,7 @@ def test_each_part_waits_for_its_own(is_training):
 
 def test_weights_of_a_module_that_is_not_called_are_waited_for_at_once():
     log = []
-    model = Model(log, calls_head=False)
+    model = LoggingModel(log, calls_head=False)
     started(model)
     model(torch.ones(1, 2))
     assert log[:2] == ["wait for offset", "wait for head.weight"] and log[-1] == "before head"

@@ -28,7 +28,7 @@ def test_large_gradients_move_as_they_come():
         parameter.grad = torch.full_like(parameter, float(slot))
         if parameter in bucket.moves_at:
             bucket.collect()
-            assert all(one.grad is view for one, view in zip(parameters[: slot + 1], bucket.views, strict=False))
+            assert all(p.grad is view for p, view in zip(parameters[: slot + 1], bucket.views, strict=False))
     bucket.complete()
     assert bucket.flat.tolist() == [slot for slot, p in enumerate(parameters) for _ in range(len(p))]
 
@@ -37,14 +37,14 @@ def test_a_bucket_is_seen_when_its_last_gradient_has_come():
     """At the end of the first backward pass; from then on before backward comes to the layers in front of it."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     watch = GradientWatch(dict(model.named_parameters()))
-    halves, made = [[model[3].weight, model[2].weight], [model[1].weight, model[0].weight]], []
+    halves, gradients = [[model[3].weight, model[2].weight], [model[1].weight, model[0].weight]], []
     for half in halves:
         watch.on_arrival(
-            half, lambda count, _: made.append(sum(p.grad is not None for p in model.parameters())) or count == 2
+            half, lambda count, _: gradients.append(sum(p.grad is not None for p in model.parameters())) or count == 2
         )
     for _ in range(2):
         model.zero_grad()
         watch.begin_step()
         model(torch.ones(1, 4)).sum().backward()
         watch.look()
-    assert made == [4, 4, 2, 4] and all(watch.received())
+    assert gradients == [4, 4, 2, 4] and all(watch.received())

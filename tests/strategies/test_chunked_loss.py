@@ -38,12 +38,12 @@ def test_loss_and_gradients_are_those_of_whole_logits(model, chunks, precision, 
     with torch.no_grad():
         assert torch.equal(module(input_ids=batch["input_ids"]).logits, plain(input_ids=batch["input_ids"]).logits)
         assert module(**batch).loss == pytest.approx(plain(**batch).loss.item(), rel=near)
-    (loss, found), (wanted_loss, wanted) = (answers(each, precision, batch) for each in (module, plain))
-    assert loss == pytest.approx(wanted_loss.item(), rel=near) and loss.dtype == torch.float32
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
-        assert gradient.dtype == wanted[name].dtype
-        assert (gradient - wanted[name]).abs().max() <= near * wanted[name].abs().max(), name
+    (loss, gradients), (expected_loss, expected) = (answers(variant, precision, batch) for variant in (module, plain))
+    assert loss == pytest.approx(expected_loss.item(), rel=near) and loss.dtype == torch.float32
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == expected[name].dtype
+        assert (gradient - expected[name]).abs().max() <= near * expected[name].abs().max(), name
 
 
 def test_only_the_logits_of_a_chunk_exist():
@@ -52,11 +52,11 @@ def test_only_the_logits_of_a_chunk_exist():
 
     def peak(chunks):
         with counting_on_all_threads(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            given = hidden.clone().requires_grad_()
+            rows = hidden.clone().requires_grad_()
             if chunks:
-                ChunkedCrossEntropy.apply(given, head.weight, None, targets, chunks).backward()
+                ChunkedCrossEntropy.apply(rows, head.weight, None, targets, chunks).backward()
             else:
-                nn.functional.cross_entropy(head(given), targets).backward()
+                nn.functional.cross_entropy(head(rows), targets).backward()
         return allocations_of(profiler).peak / (12 * 512 * 4000)
 
     assert peak(0) == pytest.approx(1, abs=0.05)

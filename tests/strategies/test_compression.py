@@ -18,27 +18,27 @@ def rounded_by_both() -> list[tuple[torch.Tensor, torch.Tensor]]:
     averages = []
     generator = torch.Generator().manual_seed(dist.get_rank())
     for dtype in (torch.float32, torch.bfloat16):
-        mine = torch.randn(1000, generator=generator).to(dtype)
-        torchs = mine.clone()
-        Bf16(dist.group.WORLD).all_reduce(mine).wait()
+        average = torch.randn(1000, generator=generator).to(dtype)
+        torchs = average.clone()
+        Bf16(dist.group.WORLD).all_reduce(average).wait()
         bf16_compress_hook(dist.group.WORLD, (torchs,)).wait()  # type: ignore[arg-type]
-        averages.append((mine, torchs))
+        averages.append((average, torchs))
     return averages
 
 
 def test_the_rounded_all_reduce_is_pytorchs_bit_by_bit(ranks: RankPool):
     for of_rank in ranks.run(3, rounded_by_both):
-        for mine, torchs in of_rank:
-            assert torch.equal(mine, torchs) and mine.abs().sum() > 0
+        for average, torchs in of_rank:
+            assert torch.equal(average, torchs) and average.abs().sum() > 0
 
 
 def futures_asked_for(case: Case) -> int:
     """How often a training on this rank asks a collective for its future."""
-    asked, original = [], dist.Work.get_future
-    with mock.patch.object(dist.Work, "get_future", lambda work: [asked.append(work), original(work)][1]):
+    calls, original = [], dist.Work.get_future
+    with mock.patch.object(dist.Work, "get_future", lambda work: [calls.append(work), original(work)][1]):
         trained(case)
         dist.all_reduce(torch.zeros(1), async_op=True).get_future().wait()  # the mock sees what Python asks for
-    return len(asked) - 1
+    return len(calls) - 1
 
 
 @each_row("name", [name for name in ddp.CHOICES if ddp.REGISTRY.location(name).startswith("ddp.")])

@@ -1,4 +1,4 @@
-"""What a script sets around a strategy, torch's default dtype and device, changes nothing of what it computes."""
+"""A strategy computes the same whatever default dtype and device a script has set."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,7 +35,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "zero2": [{"param_dtype": "bf16"}],
     "zero3": [{"offload": "parameters"}],
 }
-"""What makes tensors of its own."""
+"""Options under which a choice makes tensors of its own."""
 TOLERANCES = {torch.float64: 1e-12, torch.bfloat16: 2**-6}
 STEPS = [[[2, 1], [1, 3]]] * 2
 
@@ -71,18 +71,18 @@ def all_trained(choice: str):
             with naming((name, options)):
                 losses, after = trained(choice, options, around)
                 assert losses == numbers and all(torch.equal(after[name], state[name]) for name in state)
-    found = {}
+    results = {}
     for dtype in TOLERANCES:
         with naming(dtype), default_dtype(dtype):
             case = Case(choice, split=STEPS, clip=0.5)
-            found[dtype] = train(case), oracle(case)
+            results[dtype] = train(case), oracle(case)
     for dtype, tolerance in TOLERANCES.items() if dist.get_rank() == 0 else ():
-        state, wanted = (result["state"] for result in found[dtype])
-        assert_close(state, wanted, tolerance, f"parameter in {dtype}")
+        state, expected = (result["state"] for result in results[dtype])
+        assert_close(state, expected, tolerance, f"parameter in {dtype}")
         assert {tensor.dtype for tensor in state.values()} == {dtype}
 
 
 @each_row("choice", FAMILIES)
 def test_defaults_of_torch(ranks: RankPool, choice):
-    """Bitwise; and a model that is in the default dtype trains in that precision, as in one process."""
+    """They change no bit of an fp32 model. A model in the default dtype trains in that precision, as in one process."""
     ranks.run(2, all_trained, choice)

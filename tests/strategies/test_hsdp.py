@@ -20,7 +20,8 @@ ELEMENTS = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1
 
 
 def unlike_gradients(name: str, options: Options) -> list[float]:
-    """What becomes of gradients that are large in one row and small in the other; the same for every element."""
+    """The reduced gradient, one value for all elements, of gradients that are large in one replica and small in the
+    other."""
     with strategy_of(Case(name, "linear", FOUR, options)) as strategy:
         with strategy.micro_batch():
             (strategy(torch.ones(1, 8)) * (256.0, 1.0, 2.0**-9, 2.0**-9)[dist.get_rank()]).sum().backward()
@@ -52,9 +53,9 @@ def test_one_replica_saves_each_element(ranks: RankPool, name):
 def test_checkpoints_go_on_here_and_elsewhere(ranks: RankPool, tmp_path, name):
     """Bit by bit on the same mesh, and nearly on another one or under a choice that shards nothing."""
     case = Case(name, "tied", FOUR, optimizer="adam")
-    wanted, same = (ranks.run(4, function, case, tmp_path / "saved")[0] for function in (saved_halfway, gone_on))
-    assert all(torch.equal(same[name], tensor) for name, tensor in wanted.items())
-    there = replace(case, mesh=TALL) if "zero3" in name else replace(case, choice="flat_ddp", mesh="dp=2")
-    other = ranks.run(there.of.size, gone_on, there, tmp_path / "saved")[0]
-    for key, tensor in wanted.items():
-        assert torch.allclose(other[key], tensor, rtol=1e-4, atol=1e-6), key
+    expected, resumed = (ranks.run(4, function, case, tmp_path / "saved")[0] for function in (saved_halfway, gone_on))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
+    target = replace(case, mesh=TALL) if "zero3" in name else replace(case, choice="flat_ddp", mesh="dp=2")
+    elsewhere = ranks.run(target.of.size, gone_on, target, tmp_path / "saved")[0]
+    for key, tensor in expected.items():
+        assert torch.allclose(elsewhere[key], tensor, rtol=1e-4, atol=1e-6), key

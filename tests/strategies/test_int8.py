@@ -50,7 +50,7 @@ def test_what_is_not_finite_arrives_and_is_not_owed(bad):
 
 
 def averages_of(sizes: tuple[int, ...], rounds: int) -> list[torch.Tensor]:
-    """Each rank's random gradients of these sizes, averaged in so many rounds: what came out of the last one."""
+    """Averages of the ranks' random gradients of these sizes, in the last of `rounds` rounds."""
     method, generator = Int8(dist.group.WORLD), torch.Generator().manual_seed(dist.get_rank())
     for _ in range(rounds):
         flats = [torch.randn(size, generator=generator) for size in sizes]
@@ -63,18 +63,18 @@ def averages_of(sizes: tuple[int, ...], rounds: int) -> list[torch.Tensor]:
 
 @each_row("world_size", [2, 3])
 def test_ranks_are_bitwise_equal_at_any_size(ranks: RankPool, world_size):
-    first, *others = ranks.run(world_size, averages_of, SIZES, 3)
-    for other in others:
-        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+    first, *replicas = ranks.run(world_size, averages_of, SIZES, 3)
+    for replica in replicas:
+        assert all(torch.equal(average, copy) for average, copy in zip(first, replica, strict=True))
     generators = [torch.Generator().manual_seed(rank) for rank in range(world_size)]
     for _ in range(3):
-        wanted = [sum(torch.randn(size, generator=g) for g in generators) / world_size for size in SIZES]
-    for average, mean in zip(first, wanted, strict=True):
+        means = [sum(torch.randn(size, generator=g) for g in generators) / world_size for size in SIZES]
+    for average, mean in zip(first, means, strict=True):
         assert torch.allclose(average, mean, atol=0.06)  # a few times a scale, which is 4 / 127 at most
 
 
 def average_of_integers(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers that have 127 among them in every block, times 2 on rank 0, 4 on rank 1, 6 on rank 2: their average."""
+    """The average of integers, and what it must be. Every block has a 127. Rank k has them times 2 (k + 1)."""
     pattern = torch.arange(3 * 4 * BLOCK).remainder(2 * LARGEST + 1).sub(LARGEST)
     flat = (pattern * 2 * (dist.get_rank() + 1)).to(dtype)
     Int8(dist.group.WORLD).all_reduce(flat).wait()
@@ -83,12 +83,12 @@ def average_of_integers(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
 
 @each_row("dtype", [torch.float32, torch.float64])
 def test_what_int8_holds_is_exact(ranks: RankPool, dtype):
-    for average, wanted in ranks.run(3, average_of_integers, dtype):
-        assert average.dtype == dtype and torch.equal(average, wanted)
+    for average, expected in ranks.run(3, average_of_integers, dtype):
+        assert average.dtype == dtype and torch.equal(average, expected)
 
 
 def gathers_after_an_abandoned_round() -> int:
-    """A round of three gradients that nobody waits for, and one of two: how many all-gathers run."""
+    """The number of all-gathers in a round of two gradients, after a round of three that nobody waited for."""
     method = Int8(dist.group.WORLD)
     for _ in range(3):
         method.all_reduce(torch.ones(10))
@@ -110,23 +110,23 @@ ROUNDS = 64
 
 
 def mean_of_rounds(forgets: bool) -> tuple[float, float]:
-    """The same gradients averaged in many rounds: how far the mean of all rounds is off, and one round, by its norm."""
+    """The same gradients averaged in many rounds. The norms of the errors: of the mean of rounds, and of one round."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    gradients = [torch.randn(1000, generator=torch.Generator().manual_seed(each)) for each in range(size)]
-    wanted, method = torch.stack(gradients).mean(0), Int8(dist.group.WORLD)
+    gradients = [torch.randn(1000, generator=torch.Generator().manual_seed(seed)) for seed in range(size)]
+    mean, method = torch.stack(gradients).mean(0), Int8(dist.group.WORLD)
     rounds = []
     with mock.patch.object(int8, "FORGETTING_ROUNDS", ROUNDS) if forgets else mock.MagicMock():
         for _ in range(FORGETTING_ROUNDS + ROUNDS):
             rounds.append(gradients[rank].clone())
             method.begin_round()
             method.all_reduce(rounds[-1]).wait()
-    kept = torch.stack(rounds[FORGETTING_ROUNDS:])
-    return (kept.mean(0) - wanted).norm().item(), (kept[0] - wanted).norm().item()
+    settled = torch.stack(rounds[FORGETTING_ROUNDS:])
+    return (settled.mean(0) - mean).norm().item(), (settled[0] - mean).norm().item()
 
 
 @each_row("forgets", [False, True])
 def test_what_is_lost_arrives_later(ranks: RankPool, forgets):
-    """The sum of all rounds is off by what is owed at the end alone. Without feedback, by every round's loss."""
+    """With feedback the sum of all rounds lacks what the last one owes. Without it, it lacks every round's loss."""
     for off, off_once in ranks.run(2, mean_of_rounds, forgets):
         assert off_once > 0
         assert off == pytest.approx(off_once, rel=1e-3) if forgets else off < 3 * off_once / ROUNDS
@@ -136,9 +136,9 @@ def test_what_is_lost_arrives_later(ranks: RankPool, forgets):
 
 
 def poisoned(choice: str, bad: float) -> tuple[str, bool, bool]:
-    """A step of which rank 1's second micro-batch has a gradient that is not finite, and a good one after it.
+    """A step in which rank 1's second micro-batch has a gradient that is not finite, and then a good step.
 
-    What the first says, whether it changed the parameters, and whether the second made finite ones.
+    Returns the first step's error, whether it kept the parameters, and whether they are finite after the second.
     """
     strategy = built(choice, compress="int8")
     module = strategy.module

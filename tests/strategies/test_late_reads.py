@@ -1,4 +1,4 @@
-"""The host reads losses and finiteness a step late, as on CUDA: of CPU tensors that pretend not to be there yet."""
+"""The host reads losses and finiteness a step late, as on CUDA. Here CPU tensors pretend not to be there yet."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +30,10 @@ class NotHereYet(ReadLater):
 
     def __init__(self, tensor: torch.Tensor):
         super().__init__(tensor.clone())
-        self.is_here, self._made = False, NotHereYet.now
+        self.is_here, self._created = False, NotHereYet.now
 
     def tensor(self) -> torch.Tensor:
-        NotHereYet.ages.append(NotHereYet.now - self._made)
+        NotHereYet.ages.append(NotHereYet.now - self._created)
         return self._host
 
 
@@ -60,28 +60,28 @@ def step_of(index: int, overflows: bool = False) -> StepData:
 
 
 def train_late_and_in_time(choice: str, options: dict[str, Any]):
-    """The same losses, scales and parameters; the host reads nothing of the step in which it is."""
+    """Losses, scales and parameters are the same. When late, the host reads nothing of the current step."""
     ends = []
     for is_late in (True, False):
         strategy = built(choice, "plain", "fused", **options)
         strategy.module.train()
-        seen: list[tuple[int, int]] = []
+        progress: list[tuple[int, int]] = []
 
-        def on_step(result, strategy: Strategy = strategy, seen: list[tuple[int, int]] = seen):
-            seen.append((len(result.loss), strategy.optimizer_steps))
+        def on_step(result, strategy: Strategy = strategy, progress: list[tuple[int, int]] = progress):
+            progress.append((len(result.loss), strategy.optimizer_steps))
 
         steps = [step_of(index, bool(options) and index == 2) for index in range(STEPS)]
         if is_late:
             with reads_late(strategy) as ages:
                 result = train(strategy, steps, clip_grad_norm=1.0, on_step=on_step, is_due=lambda step: step == 3)
             in_time = {(3, 3), (STEPS, STEPS)}
-            assert set(seen) == {(1, 2), (2, 3), (4, 5)} | in_time
+            assert set(progress) == {(1, 2), (2, 3), (4, 5)} | in_time
             assert ages.count(0) <= (6 if options else 4) * len(in_time), (
                 "only what a checkpoint or the end of training must know at once"
             )
         else:
             result = train(strategy, steps, clip_grad_norm=1.0, on_step=on_step)
-            assert seen == [(step, step) for step in range(1, STEPS + 1)]
+            assert progress == [(step, step) for step in range(1, STEPS + 1)]
         ends.append(((result.loss, result.loss_scale, result.skipped), strategy.full_state_dict()))
     (numbers, state), (usual_numbers, usual_state) = ends
     assert numbers == usual_numbers and (not options or numbers[2][2])
@@ -94,14 +94,14 @@ def test_reading_late_changes_nothing(ranks: RankPool, choice):
         ranks.run(2, train_late_and_in_time, choice, options)
 
 
-def diverge_late(choice: str, what: str, optimizer: str) -> tuple[str, bool]:
-    """What step 2 says of step 1, and whether parameters are those from before step 1."""
+def diverge_late(choice: str, cause: str, optimizer: str) -> tuple[str, bool]:
+    """The error that step 2 raises for step 1, and whether parameters are those from before step 1."""
     strategy = built(choice, "plain", optimizer)
     train(strategy, map(step_of, range(1)))
     before = strategy.full_state_dict()
     steps = [step_of(index) for index in (1, 2)]
     if dist.get_rank() == 1:
-        if what == "the loss":
+        if cause == "the loss":
             steps[0][1][0]["y"][0] = float("inf")
         else:
             poison(strategy.module, steps[0][1][0])
@@ -117,7 +117,7 @@ def diverge_late(choice: str, what: str, optimizer: str) -> tuple[str, bool]:
 
 @each_row("choice", FAMILIES[::2])
 def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice):
-    for what, optimizer in (("the loss", "fused"), ("a gradient", "sgd")):
-        for message, unchanged in ranks.run(2, diverge_late, choice, what, optimizer):
-            assert f"step 1: {what} is not finite on rank 1; no parameter is updated yet" in message
+    for cause, optimizer in (("the loss", "fused"), ("a gradient", "sgd")):
+        for message, unchanged in ranks.run(2, diverge_late, choice, cause, optimizer):
+            assert f"step 1: {cause} is not finite on rank 1; no parameter is updated yet" in message
             assert unchanged

@@ -17,7 +17,7 @@ BF16 = {"param_dtype": "bf16"}
 
 
 def at_rest(case: Case) -> dict[str, Any]:
-    """Bytes by component after a step, what formulas say of them, and the sizes of parameters in each flat tensor."""
+    """Bytes by component after two steps, what formulas expect, and the sizes of parameters in each flat tensor."""
     with strategy_of(case) as strategy:
         size = ModelSize.of(build(case.model))
         for step in range(2):
@@ -50,19 +50,19 @@ CASES = [
 def test_memory_is_as_the_formulas_say(ranks: RankPool, cases, tmp_path):
     """Padding and Adam's counters aside."""
     for case in cases:
-        for found in ranks.run(case.of.size, at_rest, case.within(str(tmp_path))):
-            for component, expected in found["expected"].items():
-                assert 0.98 * expected <= found["held"][component] <= 1.1 * expected + 400, (case, component)
-            expected, held = found["host"]
-            assert expected <= held <= 1.05 * expected, case
+        for memory in ranks.run(case.of.size, at_rest, case.within(str(tmp_path))):
+            for component, expected in memory["expected"].items():
+                assert 0.98 * expected <= memory["held"][component] <= 1.1 * expected + 400, (case, component)
+            expected, actual = memory["host"]
+            assert expected <= actual <= 1.05 * expected, case
 
 
 @each_row("name", ["simple_ddp", "flat_ddp", "bucket_ddp_async", "pytorch_ddp", "pytorch_ddp_plain"])
 def test_replicated(ranks: RankPool, name):
     """4 bytes an element each for parameters and gradients, 8 for Adam, and Adam's 4-byte step counter a tensor."""
     elements, tensors = ModelSize.of(build("plain")).elements, 6
-    for found in ranks.run(2, at_rest, Case(name, optimizer="adam")):
-        assert found["held"] == {
+    for memory in ranks.run(2, at_rest, Case(name, optimizer="adam")):
+        assert memory["held"] == {
             "parameters": 4 * elements,
             "gradients": 4 * elements * (2 if name == "pytorch_ddp_plain" else 1),  # DDP's buckets are copies
             "optimizer_state": 8 * elements + 4 * tensors,
@@ -77,17 +77,17 @@ def test_sharded(ranks: RankPool, name, mesh, precision):
     Adam on the shard's elements without padding, and its 4-byte step counter for each piece of a parameter."""
     case = Case(name, "plain", mesh, {"precision": precision, "bucket_cap_mb": 0.0005}, optimizer="adam")
     parts = case.of.degrees.get("shard", case.of.size)
-    for rank, found in enumerate(ranks.run(case.of.size, at_rest, case)):
-        shards = [4 * -(-sum(sizes) // (4 * parts)) for sizes in found["flats"]]  # begin at 16 bytes
+    for rank, memory in enumerate(ranks.run(case.of.size, at_rest, case)):
+        shards = [4 * -(-sum(sizes) // (4 * parts)) for sizes in memory["flats"]]  # begin at 16 bytes
         padded, states = sum(shards) * parts, 0
-        for sizes, shard in zip(found["flats"], shards, strict=True):
+        for sizes, shard in zip(memory["flats"], shards, strict=True):
             start = 0
             for size in sizes:
-                held = min(start + size, (rank % parts + 1) * shard) - max(start, rank % parts * shard)
-                states += 8 * held + 4 if held > 0 else 0
+                elements = min(start + size, (rank % parts + 1) * shard) - max(start, rank % parts * shard)
+                states += 8 * elements + 4 if elements > 0 else 0
                 start += size
-        assert sum(map(sum, found["flats"])) == ModelSize.of(build("plain")).elements
-        assert found["held"] == {
+        assert sum(map(sum, memory["flats"])) == ModelSize.of(build("plain")).elements
+        assert memory["held"] == {
             "parameters": 4 * (sum(shards) if name == "zero3" else padded),
             "gradients": 4 * (padded if name == "zero1" else sum(shards)),
             "optimizer_state": states,
@@ -96,18 +96,18 @@ def test_sharded(ranks: RankPool, name, mesh, precision):
 
 
 def embedding_in_backward(reads: str) -> set[int]:
-    """Bytes that the embedding's storage has when a block's gradient is there, in all steps but the first's forward."""
+    """Bytes of the embedding's storage each time that a block's gradient is ready, in two steps."""
     module = Lookup(reads)
     strategy: Any = built("zero3", module)
-    seen: set[int] = set()
+    sizes: set[int] = set()
     for parameter in module.blocks.parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda _: seen.add(strategy.embeddings.flats[0].full.untyped_storage().nbytes())
+            lambda _: sizes.add(strategy.embeddings.flats[0].full.untyped_storage().nbytes())
         )
     for step in range(2):
         one_step(strategy, [batch(2, 10 * step + index) for index in range(2)])
     assert all(flat.full.untyped_storage().nbytes() == 0 for flat in strategy.flats)
-    return seen
+    return sizes
 
 
 def test_zero3_frees_an_embedding_before_backward_that_does_not_read_it(ranks: RankPool):

@@ -14,13 +14,13 @@ SMALL = {"bucket_cap_mb": 0.0005}
 TOKENS, AGAIN, BF16 = {"sequence_parallel": True}, {"activation_checkpointing": "block"}, {"precision": "bf16"}
 
 
-def shards(choice: str, mesh: str, model: str, options: Any = SMALL, optimizer: str = "adam", **given: Any) -> Case:
-    return Case(choice, model, mesh, options, "uneven", optimizer, **given)
+def shards(choice: str, mesh: str, model: str, options: Any = SMALL, optimizer: str = "adam", **settings: Any) -> Case:
+    return Case(choice, model, mesh, options, "uneven", optimizer, **settings)
 
 
-def layers(choice: str, mesh: str, model: str, options: Any = TOKENS, **given: Any) -> Case:
+def layers(choice: str, mesh: str, model: str, options: Any = TOKENS, **settings: Any) -> Case:
     """With SGD: the true gradient of a bias of keys is 0, and Adam would magnify its rounding."""
-    return Case(choice, model, mesh, options, **{"split": "uneven", "clip": 0.5} | given)
+    return Case(choice, model, mesh, options, **{"split": "uneven", "clip": 0.5} | settings)
 
 
 def stages(choice: str, mesh: str, model: str, schedule: str, split: Any = "pipelined", **options: Any) -> Case:
@@ -173,10 +173,10 @@ COST = {2: 2, 3: 3, 4: 4, 6: 6, 8: 8}
 
 
 def kinds_of(case: Case) -> set[Any]:
-    """What a row alone may show: its choice on its dimensions; and of one dimension its model, split and settings."""
-    dimension, *others = (name for name in ("pp", "cp", "ep", "tp", "replicate") if name in case.of.degrees)
+    """Of each kind, one row is enough: the choice on all its dimensions; model, split and settings on the first one."""
+    dimension, *dimensions = (name for name in ("pp", "cp", "ep", "tp", "replicate") if name in case.of.degrees)
     settings = {"model": case.model, "split": str(case.split), **case.options} | {"bucket_cap_mb": 0}
-    return {(case.choice, dimension, *others), *((dimension, *setting) for setting in settings.items())}
+    return {(case.choice, dimension, *dimensions), *((dimension, *setting) for setting in settings.items())}
 
 
 DEFAULT = cover(ROWS, kinds_of, lambda case: COST[case.of.size])

@@ -31,7 +31,7 @@ CASES = [
 
 
 def survive_a_nan(case: Case):
-    """In a second step, of the last rank."""
+    """The last rank has a NaN in its second step. No parameter changes."""
     with strategy_of(case) as strategy:
         one_step(strategy, [make_batch("plain", 2, 0)])
         before, batch, last = strategy.full_state_dict(), make_batch("plain", 2, 1), case.of.size - 1
@@ -68,7 +68,7 @@ def test_gradients_on_the_host_are_clipped_and_judged_with_what_is_on_the_device
 
 
 def open_files(folder: Path) -> str:
-    """Files that are made have no names. What is said of a folder that is a file."""
+    """Asserts that offloaded files have no names. Returns the error for a folder that is a file."""
     one_step(built("zero2", offload=f"optimizer:{folder}"), [make_batch("plain", 2, 0)])
     assert not list(folder.iterdir())
     return message_of(UserError, partial(built, "zero2", offload=f"optimizer:{folder.parent / 'file'}"))
@@ -76,8 +76,8 @@ def open_files(folder: Path) -> str:
 
 def test_folders(ranks: RankPool, tmp_path):
     (tmp_path / "file").write_text("")
-    for said in ranks.run(2, open_files, tmp_path / "folder"):
-        assert said == f"--offload: cannot write into {tmp_path / 'file'}: File exists"
+    for message in ranks.run(2, open_files, tmp_path / "folder"):
+        assert message == f"--offload: cannot write into {tmp_path / 'file'}: File exists"
 
 
 class CountsByGroup(torch.optim.SGD):

@@ -34,31 +34,31 @@ def parameters() -> dict[str, nn.Parameter]:
 
 def updated(make, pieces: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:
     """The elements of all `pieces` after six steps."""
-    held = [nn.Parameter(piece.clone()) for piece in pieces]
-    optimizer = require_elementwise(make(held, lr=0.01), False)
+    copies = [nn.Parameter(piece.clone()) for piece in pieces]
+    optimizer = require_elementwise(make(copies, lr=0.01), False)
     for of_step in gradients:
-        for piece, gradient in zip(held, of_step, strict=True):
+        for piece, gradient in zip(copies, of_step, strict=True):
             piece.grad = gradient.clone()
         optimizer.step()
-    return torch.cat([piece.detach().reshape(-1) for piece in held])
+    return torch.cat([piece.detach().reshape(-1) for piece in copies])
 
 
 @each_row("name", MAKERS)
 def test_what_is_taken_is_elementwise(name):
-    """It moves each element of a matrix as far as in flat pieces, from gradients of all sizes."""
+    """It moves each element as far in a matrix as in flat pieces, for gradients of all sizes."""
     generator = torch.Generator().manual_seed(0)
-    whole, *gradients = torch.randn(7, 4, 6, generator=generator, dtype=torch.float64)
+    matrix, *gradients = torch.randn(7, 4, 6, generator=generator, dtype=torch.float64)
     gradients = [gradient * torch.logspace(-6, 2, 24).view(4, 6).roll(step) for step, gradient in enumerate(gradients)]
-    wanted = updated(MAKERS[name], [whole], [[gradient] for gradient in gradients])
+    expected = updated(MAKERS[name], [matrix], [[gradient] for gradient in gradients])
     flat = [[*gradient.view(-1).split([7, 17])] for gradient in gradients]
     torch.testing.assert_close(
-        updated(MAKERS[name], [*whole.view(-1).split([7, 17])], flat), wanted, rtol=1e-12, atol=0
+        updated(MAKERS[name], [*matrix.view(-1).split([7, 17])], flat), expected, rtol=1e-12, atol=0
     )
-    assert not torch.equal(wanted, whole.view(-1))
+    assert not torch.equal(expected, matrix.view(-1))
 
 
 class ClipsAll(torch.optim.SGD):
-    """By the norm of all gradients that it holds."""
+    """Clips by the norm of all gradients that it holds."""
 
     def step(self, closure=None):
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
@@ -85,7 +85,7 @@ def with_a_step(ps, lr: float) -> torch.optim.Optimizer:
 
 
 def with_a_hook(ps, lr: float, is_behind: bool = False) -> torch.optim.Optimizer:
-    """That sees what the optimizer holds by then."""
+    """The hook sees all parameters of the optimizer."""
 
     def clip(optimizer: torch.optim.Optimizer, *_):
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
@@ -116,12 +116,12 @@ def test_others_are_refused_unless_somebody_vouches(name):
     assert require_elementwise(optimizer, True) is optimizer
 
 
-class Plain(torch.optim.SGD):
+class SameStepSGD(torch.optim.SGD):
     """Another class of the same step."""
 
 
 def trained(name: str, kind: type[torch.optim.SGD]) -> dict[str, Tensor]:
-    options = StrategyOptions(elementwise=kind is Plain)
+    options = StrategyOptions(elementwise=kind is SameStepSGD)
     strategy = load(name)(build("plain"), partial(kind, lr=0.1), options)
     one_step(strategy, [make_batch("plain", 2, 0)])
     return strategy.full_state_dict()
@@ -129,27 +129,27 @@ def trained(name: str, kind: type[torch.optim.SGD]) -> dict[str, Tensor]:
 
 @each_row("name", ["zero2", "zero3", "pytorch_zero3"])
 def test_what_somebody_vouches_for_is_cut(ranks: RankPool, name):
-    (found, _), (wanted, _) = (ranks.run(2, trained, name, kind) for kind in (Plain, torch.optim.SGD))
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items()) and found
+    (state, _), (expected, _) = (ranks.run(2, trained, name, kind) for kind in (SameStepSGD, torch.optim.SGD))
+    assert all(torch.equal(state[key], tensor) for key, tensor in expected.items()) and state
 
 
-def halved(optimizer: torch.optim.Optimizer, given: dict[str, nn.Parameter]):
+def halved(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]):
     """As on a rank that has the second half of the first two parameters, and nothing of the others."""
-    parts = {p: OptimizerPart(nn.Parameter(p.detach().view(-1)[7:].clone()), 7) for p in list(given.values())[:2]}
-    require_given_up(hand_over(optimizer, parts), given)
+    parts = {p: OptimizerPart(nn.Parameter(p.detach().view(-1)[7:].clone()), 7) for p in list(named.values())[:2]}
+    require_given_up(hand_over(optimizer, parts), named)
 
 
 def test_parts_take_groups_names_attributes_and_states():
-    given = parameters()
-    groups = [{"params": [("p1", given["p1"]), ("p7", given["p7"])], "lr": 0.5}, {"params": [("p0", given["p0"])]}]
+    named = parameters()
+    groups = [{"params": [("p1", named["p1"]), ("p7", named["p7"])], "lr": 0.5}, {"params": [("p0", named["p0"])]}]
     optimizer = torch.optim.Adagrad(groups, initial_accumulator_value=2.0)
-    optimizer.state[given["p1"]]["sum"] += torch.arange(15.0).view(3, 5)
-    halved(optimizer, given)
+    optimizer.state[named["p1"]]["sum"] += torch.arange(15.0).view(3, 5)
+    halved(optimizer, named)
     (first, second), (part,) = optimizer.param_groups, optimizer.param_groups[0]["params"]
     assert first["param_names"] == ["p1"] and second["param_names"] == ["p0"] and first["lr"] == 0.5
-    assert torch.equal(part, given["p1"].view(-1)[7:]) and part.scale == 0.5
+    assert torch.equal(part, named["p1"].view(-1)[7:]) and part.scale == 0.5
     assert torch.equal(optimizer.state[part]["sum"], torch.arange(9.0, 17.0)) and len(optimizer.state) == 2
-    assert groups[0]["params"][0] is given["p1"]  # make_optimizer may be called again with the same groups
+    assert groups[0]["params"][0] is named["p1"]  # make_optimizer may be called again with the same groups
 
 
 def with_hook(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -165,21 +165,21 @@ def with_attribute(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def with_copies(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Of values that zero3 does not have then."""
+    """Of values that zero3 does not have when it builds the optimizer."""
     optimizer = torch.optim.SGD(ps, lr=0.1)
     optimizer.state[ps[0]]["slow"] = torch.full_like(ps[0], float("nan"))
     return optimizer
 
 
 @each_row(
-    ("make", "said"),
+    ("make", "message"),
     [
         (with_hook, "SGD keeps p. in an attribute or a hook"),
         (with_attribute, "SGD keeps p. in an attribute or a hook"),
         (with_copies, "copies values of parameters into its state slow"),
     ],
 )
-def test_what_keeps_whole_parameters_is_refused(make, said):
-    given = parameters()
-    with pytest.raises(UnsupportedError, match=said):
-        halved(make(list(given.values())), given)
+def test_what_keeps_whole_parameters_is_refused(make, message):
+    named = parameters()
+    with pytest.raises(UnsupportedError, match=message):
+        halved(make(list(named.values())), named)

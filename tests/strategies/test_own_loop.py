@@ -27,14 +27,14 @@ FEATURES, STEPS = 6, 3
 
 
 @dataclass
-class Answer:
-    """What no container of torch's is."""
+class DataclassAnswer:
+    """Not a container that torch knows."""
 
     first: Tensor
-    rest: dict[str, Tensor]
+    extras: dict[str, Tensor]
 
 
-class Net(nn.Module):
+class KeywordNet(nn.Module):
     """Takes a positional and a keyword argument, answers with a dataclass, knows no loss."""
 
     def __init__(self):
@@ -43,16 +43,16 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
         self.last = nn.Linear(8, 1)
 
-    def forward(self, x: Tensor, *, scale: float) -> Answer:
+    def forward(self, x: Tensor, *, scale: float) -> DataclassAnswer:
         hidden = self.first(x)
         for block in self.blocks:
             hidden = hidden + scale * block(hidden)
-        return Answer(self.last(hidden), {"hidden": hidden})
+        return DataclassAnswer(self.last(hidden), {"hidden": hidden})
 
 
-def make_net() -> Net:
+def make_net() -> KeywordNet:
     torch.manual_seed(3)
-    return Net()
+    return KeywordNet()
 
 
 def gan_data(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def gan_data(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def updates(choice: str) -> tuple[Tensor, Tensor]:
-    """Of a list of parameters, whose forward pass the strategy does not see: by the strategy, and by the optimizer."""
+    """Parameters that a strategy has updated without seeing a forward pass, and those that the optimizer has."""
     plain, module = make_net(), make_net()
     alone = torch.optim.AdamW(plain.parameters(), weight_decay=0.1)
     parameters = nn.ParameterList(module.parameters())
@@ -75,42 +75,43 @@ def updates(choice: str) -> tuple[Tensor, Tensor]:
             module(x, scale=0.5).first.square().mean().backward()
         strategy.step()
         strategy.zero_grad()
-    found, wanted = (nn.utils.parameters_to_vector(each.parameters()).detach() for each in (module, plain))
-    return found, wanted
+    updated, expected = (nn.utils.parameters_to_vector(network.parameters()).detach() for network in (module, plain))
+    return updated, expected
 
 
 @each_row("name", ["zero1", "zero2"])
 def test_a_list_of_parameters_is_updated_as_by_the_optimizer(ranks: RankPool, name):
-    for found, wanted in ranks.run(2, updates, name):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    for updated, expected in ranks.run(2, updates, name):
+        torch.testing.assert_close(updated, expected, rtol=1e-6, atol=1e-7)
 
 
 def misuse(choice: str) -> dict[str, str]:
     module = make_net()
     module.first.requires_grad_(False)
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
-    said = {}
+    messages = {}
     with strategy.micro_batch(last=False):
         strategy(torch.ones(2, FEATURES), scale=0.5).first.mean().backward()
-    said["step() before the last micro_batch()"] = message_of(RuntimeError, strategy.step)
+    messages["step() before the last micro_batch()"] = message_of(RuntimeError, strategy.step)
     with pytest.raises(RuntimeError) as caught, strategy.micro_batch(), strategy.micro_batch():
         pass
-    said["the one before has not ended"] = str(caught.value)
+    messages["the one before has not ended"] = str(caught.value)
     next(p for name, p in module.named_parameters() if name == "first.weight").requires_grad_(True)
     with pytest.raises(UnsupportedError) as refused, strategy.micro_batch():
         pass
-    said["first.weight was frozen when the strategy was built"] = str(refused.value)
-    return said
+    messages["first.weight was frozen when the strategy was built"] = str(refused.value)
+    return messages
 
 
 def wrong_optimizers(choice: str) -> dict[str, str]:
     module = make_net()
-    given: dict[str, Any] = {
+    optimizers: dict[str, Any] = {
         "over other parameters than it was given": lambda _: torch.optim.SGD(module.parameters(), lr=0.1),
         "make_optimizer is of type SGD; give a function": torch.optim.SGD(module.parameters(), lr=0.1),
     }
     make, options = load(choice), options_of(choice)
-    return {said: message_of(UnsupportedError, make, make_net(), wrong, options) for said, wrong in given.items()}
+    cases = optimizers.items()
+    return {expected: message_of(UnsupportedError, make, make_net(), wrong, options) for expected, wrong in cases}
 
 
 TORCH_CALLS: list[Callable[[nn.Module], object]] = [
@@ -123,7 +124,8 @@ TORCH_CALLS: list[Callable[[nn.Module], object]] = [
 
 
 def reads_gradients(choice: str, is_wrong: bool) -> dict[str, Tensor]:
-    """Between the last micro-batch and the step; and runs backward once more there, as of another model's loss."""
+    """Parameters after steps. If `is_wrong`, each step reads gradients before its update, and runs backward once more,
+    as of another model's loss."""
     module = make_net()
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice, bucket_cap_mb=0.0003))
     for step in range(STEPS):
@@ -143,9 +145,9 @@ def reads_gradients(choice: str, is_wrong: bool) -> dict[str, Tensor]:
 
 @each_row("name", ["zero1", "zero2", "zero3"])
 def test_gradients_in_shards_are_not_read_in_silence(ranks: RankPool, name):
-    found, expected = (ranks.run(2, reads_gradients, name, is_wrong)[0] for is_wrong in (True, False))
+    state, expected = (ranks.run(2, reads_gradients, name, is_wrong)[0] for is_wrong in (True, False))
     for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
+        assert torch.equal(state[key], tensor), key
 
 
 @over_own_loops
@@ -155,8 +157,8 @@ def test_misuse_is_said(ranks: RankPool, choice):
 
 
 def set_by_hand(choice: str, by_hand: bool, micro_batches: int = 2) -> dict[str, Tensor]:
-    """Gradients in buckets of one parameter, at last from `torch.autograd.grad` instead of a backward pass. What is
-    unused is not taken for one."""
+    """Parameters after steps, in buckets of one parameter. If `by_hand`, gradients of the last micro-batch are set from
+    `torch.autograd.grad`, without a backward pass. The unused layer gets none."""
     module = make_net()
     module.spare = nn.Linear(2, 2)
     options = options_of(choice, bucket_cap_mb=1e-6, find_unused_parameters=True)
@@ -166,9 +168,9 @@ def set_by_hand(choice: str, by_hand: bool, micro_batches: int = 2) -> dict[str,
             with strategy.micro_batch(last=index == micro_batches - 1):
                 loss = strategy(gan_data(step, dist.get_rank() + 10 * index)[0], scale=0.5).first.square().mean()
                 if by_hand and index == micro_batches - 1:
-                    given = list(zip(strategy.trainable.values(), strategy.trainable, strict=True))
-                    of = [p for p, name in given if "spare" not in name]
-                    for p, gradient in zip(of, torch.autograd.grad(loss, of), strict=True):
+                    named = list(zip(strategy.trainable.values(), strategy.trainable, strict=True))
+                    targets = [p for p, name in named if "spare" not in name]
+                    for p, gradient in zip(targets, torch.autograd.grad(loss, targets), strict=True):
                         p.grad = gradient + (0 if p.grad is None else p.grad)
                 else:
                     loss.backward()
@@ -178,10 +180,10 @@ def set_by_hand(choice: str, by_hand: bool, micro_batches: int = 2) -> dict[str,
 
 
 def in_ones_hands(choice: str) -> dict[str, str]:
-    """What a loop does with a module that a strategy holds: what that says, by what it must say."""
+    """Messages for what a loop may do to a module that a strategy holds, by what they must contain."""
     module = make_net()
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
-    x, said = gan_data(0, 0)[0], {}
+    x, messages = gan_data(0, 0)[0], {}
     with strategy.micro_batch():
         strategy(x, scale=0.5).first.mean().backward()
     strategy.step()
@@ -194,14 +196,15 @@ def in_ones_hands(choice: str) -> dict[str, str]:
         else:
             assert torch.equal(call()(x, scale=0.5).first, module(x, scale=0.5).first)
     if choice == "zero3":
-        said["call strategy.full_state_dict()"] = message_of(UnsupportedError, module.state_dict)
-        said["another strategy keeps"] = message_of(UnsupportedError, build_over, module, choice)
+        messages["call strategy.full_state_dict()"] = message_of(UnsupportedError, module.state_dict)
+        messages["another strategy keeps"] = message_of(UnsupportedError, build_over, module, choice)
     new = nn.Linear(8, 8)
-    said["last has parameters that came into"] = message_of(UnsupportedError, setattr, module, "last", nn.Linear(8, 1))
-    said["blocks.3 has"] = message_of(UnsupportedError, module.blocks.append, new)
-    said["first.weight has"] = message_of(UnsupportedError, setattr, module.first, "weight", new.weight)
+    layer = nn.Linear(8, 1)
+    messages["last has parameters that came into"] = message_of(UnsupportedError, setattr, module, "last", layer)
+    messages["blocks.3 has"] = message_of(UnsupportedError, module.blocks.append, new)
+    messages["first.weight has"] = message_of(UnsupportedError, setattr, module.first, "weight", new.weight)
     module.first, module.act = module.first, nn.Tanh()  # nothing is new
-    return said
+    return messages
 
 
 def saved(module: nn.Module) -> io.BytesIO:
@@ -224,41 +227,41 @@ def test_what_a_loop_does_to_the_module(ranks: RankPool, choice):
     if choice in ("pytorch_zero2", "pytorch_zero3"):  # whose parameters are not there after forward
         return
     if choice != "zero3" and not choice.startswith("pytorch"):
-        found, wanted = (ranks.run(2, set_by_hand, choice, by_hand)[0] for by_hand in (True, False))
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        state, expected = (ranks.run(2, set_by_hand, choice, by_hand)[0] for by_hand in (True, False))
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     else:
         check_messages(ranks, 2, refuses_given, choice)
 
 
 def dropped(choice: str):
     strategy = build_and_step(Case(choice))
-    held = [weakref.ref(strategy), *map(weakref.ref, strategy.module.parameters())]
+    references = [weakref.ref(strategy), *map(weakref.ref, strategy.module.parameters())]
     del strategy
     gc.collect()
-    assert all(reference() is None for reference in held)
+    assert all(reference() is None for reference in references)
 
 
 @each_row("choice", ["simple_ddp_hook", "bucket_ddp_async", "pytorch_ddp", "zero2", "zero3", "pytorch_zero3"])
 def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice):
-    """With its parameters, of which C++ holds hooks."""
+    """With its parameters, whose hooks C++ holds."""
     ranks.run(2, dropped, choice)
 
 
 def stands_still(ahead: int) -> str:
-    """What is said when rank 0 has begun so many micro-batches more than rank 1."""
+    """What this rank prints when rank 0 is `ahead` micro-batches before rank 1."""
     changed = mock.patch.multiple(batches, PATIENCE_S=0.2, _places=weakref.WeakSet())
-    with changed, contextlib.redirect_stderr(io.StringIO()) as said:
-        here = batches.Place(dist.group.WORLD)
-        here.at = (2, 2 + ahead * (dist.get_rank() == 0))
+    with changed, contextlib.redirect_stderr(io.StringIO()) as output:
+        place = batches.Place(dist.group.WORLD)
+        place.at = (2, 2 + ahead * (dist.get_rank() == 0))
         deadline = time.monotonic() + (30 if ahead else 1)
-        while dist.get_rank() == 0 and time.monotonic() < deadline and not said.getvalue():
+        while dist.get_rank() == 0 and time.monotonic() < deadline and not output.getvalue():
             time.sleep(0.1)
         dist.barrier()
-    return said.getvalue()
+    return output.getvalue()
 
 
 def test_the_rank_that_is_behind_is_named(ranks: RankPool):
-    said, by_others = ranks.run(2, stands_still, 1)
-    assert "rank 1 is behind: it has done 2 steps and begun 2 micro-batches of the next, and rank 0 2 and 3" in said
-    assert said.count("\n") == 1 and by_others == ""
+    message, by_rank_1 = ranks.run(2, stands_still, 1)
+    assert "rank 1 is behind: it has done 2 steps and begun 2 micro-batches of the next, and rank 0 2 and 3" in message
+    assert message.count("\n") == 1 and by_rank_1 == ""
     assert ranks.run(2, stands_still, 0) == ["", ""]

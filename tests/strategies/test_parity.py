@@ -1,7 +1,7 @@
 """Every registered choice computes what one process computes on the whole global batch, and issues what it announces.
 
-Rows hold each pair of a choice, a module with a trap, a split of the samples, and settings. Who adds a file and a line
-to a registry gets its rows.
+Rows hold each pair of a choice, a module with a trap, a split of the samples, and settings. A choice that is added to a
+registry gets rows, too.
 """
 
 from functools import cache
@@ -33,13 +33,13 @@ ROUNDINGS: dict[str, Options] = {
 EXACT: dict[str, Options] = {
     "": {},
     "filled": {},
-    **{f"{what} again": {"activation_checkpointing": what} for what in ("block", "selective")},
-    **{f"{what} offloaded": {"offload": what} for what in ("optimizer", "parameters", "parameters:FOLDER")},
+    **{f"{kind} again": {"activation_checkpointing": kind} for kind in ("block", "selective")},
+    **{f"{kind} offloaded": {"offload": kind} for kind in ("optimizer", "parameters", "parameters:FOLDER")},
 }
 """Settings that must not change a bit."""
 TRAPS = (*MODELS, *UNUSUAL, *BRANCHES, LORA, "spiked", "awkward")
 WITHOUT_BLOCKS = {"tied", "frozen", "odd", "normed", *BRANCHES}
-"""Their buckets are ordered as gradients come, which recomputation changes, and so is the sum of three ranks."""
+"""Without blocks, buckets follow the order in which gradients come. Recomputation changes it, and sums of 3 ranks."""
 NOT_ANNOUNCED = ("zero3", "lookup, checkpointed")
 """What runs twice is gathered twice."""
 FACTORS = {
@@ -68,7 +68,7 @@ MODULES: list[Options] = [
 
 
 def refusal_of(choice: str, model: str, options: Options) -> str | None:
-    """What a choice says to these settings, or to the module under them, if it cannot."""
+    """How a choice refuses these settings, or this module with them; None if it takes both."""
     try:
         load(choice).supports.require(StrategyOptions(**options))
     except UserError as error:
@@ -86,7 +86,7 @@ def refusal_of(choice: str, model: str, options: Options) -> str | None:
 
 @cache
 def is_taken(choice: str, model: str, rounding: str, exact: str) -> bool:
-    """By choice and module; and one process, or the choice without the exact setting, has the same numbers."""
+    """Whether the choice takes the module and settings, and one process or the choice without `exact` is comparable."""
     options = {**ROUNDINGS[rounding], **EXACT[exact]}
     try:
         refusal = refusal_of(choice, model, options)
@@ -103,8 +103,8 @@ def is_taken(choice: str, model: str, rounding: str, exact: str) -> bool:
 
 
 def is_allowed(row: Row) -> bool:
-    every: list[Any] = [[row[name]] if name in row else list(of) for name, of in FACTORS.items()]
-    if not any(is_taken(*one) for one in product(*every[:4])):
+    every: list[Any] = [[row[name]] if name in row else list(values) for name, values in FACTORS.items()]
+    if not any(is_taken(*combination) for combination in product(*every[:4])):
         return False
     choice, exact, split, ranks = (row.get(name, "") for name in ("choice", "exact", "split", "ranks"))
     return not (
@@ -118,12 +118,12 @@ def is_allowed(row: Row) -> bool:
 def case_of(row: Row) -> Case:
     options = {**ROUNDINGS[row["rounding"]], **EXACT[row["exact"]], "bucket_cap_mb": row["bucket_cap_mb"]}
     own_loop, (size, optimizer) = row["split"] == "own loop", row["ranks"]
-    given = {"split": "unequal" if own_loop else row["split"], "own_loop": own_loop, "optimizer": optimizer}
+    settings = {"split": "unequal" if own_loop else row["split"], "own_loop": own_loop, "optimizer": optimizer}
     exact = {name: value for name, value in options.items() if name not in EXACT[row["exact"]]}
     same_as = {"fills": True} if row["exact"] == "filled" else {"options": exact} if EXACT[row["exact"]] else None
     announces = (row["choice"], row["model"]) != NOT_ANNOUNCED
-    given |= {"groups": row["groups"], "clip": row["clip"], "same_as": same_as, "counted": announces}
-    return Case(row["choice"], row["model"], f"dp={size}", options, **given)
+    settings |= {"groups": row["groups"], "clip": row["clip"], "same_as": same_as, "counted": announces}
+    return Case(row["choice"], row["model"], f"dp={size}", options, **settings)
 
 
 def is_sampled(row: Row) -> bool:
@@ -155,8 +155,8 @@ def test_every_pair_of_settings(ranks: RankPool, tmp_path: Path, choice: str, mo
         choice == "zero3" and model in BRANCHES
     ):  # of several units some orders of branches are refused (docs/own-loop.md)
         fixed |= {"bucket_cap_mb": [25.0, "auto"]}
-    made = pairwise(FACTORS | fixed, is_allowed)
-    check_each(ranks, [case_of(row) for row in made], tmp_path)
+    pairs = pairwise(FACTORS | fixed, is_allowed)
+    check_each(ranks, [case_of(row) for row in pairs], tmp_path)
 
 
 FP16 = {"precision": "fp16", "loss_scale": 2.0**12, "growth_interval": 3}
@@ -179,7 +179,7 @@ def test_fp16_skips_steps_as_grad_scaler(ranks: RankPool, choice: str) -> None:
 
 BF16, REDUCED = {"param_dtype": "bf16"}, {"param_dtype": "bf16", "reduce_dtype": "bf16"}
 AS_FSDP2 = {"optimizer": "adam", "same_as": {"choice": "pytorch_zero3"}}
-"""With two ranks sums have one order. ZeRO-1 adds micro-batches up before it reduces, FSDP2 behind."""
+"""With two ranks sums have one order. ZeRO-1 adds micro-batches up before it reduces them, FSDP2 after."""
 NUMBERED = list(enumerate(NAMES))
 ONE_EACH = {"bucket_cap_mb": 1e-6, "find_unused_parameters": True}
 ROWS = [
@@ -225,9 +225,9 @@ def refused(choice: str) -> list[str]:
     """Settings that are refused otherwise than by name, when a strategy is built."""
     wrong = []
     for model, options in [*(("plain", of) for of in (*ROUNDINGS.values(), *EXACT.values())), *product(TRAPS, MODULES)]:
-        if wanted := refusal_of(choice, model, options):
-            said = message_of(UserError, build_and_step, Case(choice, model, options=options))
-            wrong += [f"{options}: {said}"] * (wanted not in said or not wanted.startswith(("--", *BY_MODULE)))
+        if refusal := refusal_of(choice, model, options):
+            message = message_of(UserError, build_and_step, Case(choice, model, options=options))
+            wrong += [f"{options}: {message}"] * (refusal not in message or not refusal.startswith(("--", *BY_MODULE)))
     return wrong
 
 

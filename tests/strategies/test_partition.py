@@ -48,7 +48,7 @@ def test_shards_are_balanced_by_elements(shapes, world_size, item_bytes):
 
 @given(st.lists(st.lists(st.integers(0, 6), max_size=9), min_size=1, max_size=4))
 def test_orders_merge(orders):
-    """All units, and the first rank's as that rank ran them, the others once."""
+    """The first rank's units are in its own order, and as often as it ran them. Every other unit follows once."""
     merged = merge_orders(orders, 7)
     assert set(merged) == set(range(7))
     assert [index for index in merged if index in orders[0]] == orders[0]
@@ -81,20 +81,20 @@ APART = {
 }
 
 
-def holding(one, other, kind="trains"):
+def holding(first, second, kind="trains"):
     module = nn.Module()
-    module.register_parameter("one", nn.Parameter(one, requires_grad=kind != "frozen"))
+    module.register_parameter("first", nn.Parameter(first, requires_grad=kind != "frozen"))
     if kind == "buffer":
-        module.register_buffer("other", other)
+        module.register_buffer("second", second)
     else:
-        module.register_parameter("other", nn.Parameter(other, requires_grad=kind == "trains"))
+        module.register_parameter("second", nn.Parameter(second, requires_grad=kind == "trains"))
     return module
 
 
 @each_row("kind", ["trains", "beside a frozen one", "buffer"])
 @each_row("name", OVERLAPPING)
 def test_two_over_one_memory_are_refused(name, kind):
-    with pytest.raises(UnsupportedError, match=r"(one and (buffer )?other|other and one) lie"):
+    with pytest.raises(UnsupportedError, match=r"(first and (buffer )?second|second and first) lie"):
         require_own_memory(holding(*OVERLAPPING[name], kind))
 
 
@@ -140,7 +140,7 @@ def test_a_block_that_shares_a_weight_with_the_outside_is_none():
 def test_without_blocks_neighbours_fill_a_unit():
     module = build("branching")
     plans = plan_units(module, 200)
-    held = [p for plan in plans for p in plan.parameters]
+    parameters = [p for plan in plans for p in plan.parameters]
     assert len(plans) > 1 and all(sum(p.numel() * 4 for p in plan.parameters) <= 200 for plan in plans)
-    assert sorted(map(id, held)) == sorted(map(id, module.parameters()))
+    assert sorted(map(id, parameters)) == sorted(map(id, module.parameters()))
     assert plan_units(module, 1e9) == []

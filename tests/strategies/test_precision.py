@@ -30,7 +30,7 @@ LARGE, SMALL = 256.0, 2.0**-9
 
 
 def add_small_values(choice: str) -> tuple[list[float], list[float]]:
-    """Weights to which steps add a small value, and answers before and after the whole state went out and in again."""
+    """Weights to which steps add a small value, and answers after the full state is loaded, once and twice."""
     module = torch.nn.Linear(16, 16, bias=False)
     torch.nn.init.constant_(module.weight, LARGE)
     strategy = built(choice, module, **BF16)
@@ -57,18 +57,18 @@ def test_small_updates_are_not_rounded_away(ranks: RankPool, choice):
 @each_row("saves, loads", [("zero1", "zero3"), ("zero3", "pytorch_zero2"), ("pytorch_zero3", "zero2")])
 def test_any_choice_goes_on_bitwise(ranks: RankPool, tmp_path, saves, loads):
     cases = [Case(name, "llama", options=BF16, optimizer="adam") for name in (saves, loads)]
-    wanted, state = (
+    expected, state = (
         ranks.run(2, function, case, tmp_path / "saved")[0]
         for function, case in zip((saved_halfway, gone_on), cases, strict=True)
     )
-    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
 # fp16 ----------------------------------------------------------------------------------------------------------------
 
 
 def overflow_for_ever(choice: str) -> tuple[str, bool]:
-    """What is said in the end, and whether parameters are those from the start."""
+    """The error in the end, and whether parameters are those from the start."""
     strategy = built(choice, "plain", "fused", precision="fp16", loss_scale=2.0)
     before, batch = strategy.full_state_dict(), make_batch("plain", 2, 0)
     if dist.get_rank() == 1:
@@ -100,18 +100,18 @@ def forget_to_scale(choice: str) -> str:
 
 @in_own_loops
 def test_a_loss_that_is_not_scaled(ranks: RankPool, choice):
-    assert all("fp16 without scale_loss()" in said for said in ranks.run(2, forget_to_scale, choice))
+    assert all("fp16 without scale_loss()" in message for message in ranks.run(2, forget_to_scale, choice))
 
 
 def refusals() -> dict[str, str]:
     half: Any = build("plain")
     half.net[2].half()
-    said = {"net.2.weight is fp16: call .float()": message_of(UnsupportedError, fp16, "flat_ddp", half)}
+    messages = {"net.2.weight is fp16: call .float()": message_of(UnsupportedError, fp16, "flat_ddp", half)}
     for choice in NAMES:
         if choice.startswith("deepspeed"):
             message = message_of(UnsupportedError, fp16, choice, "plain")
-            said["--precision: DeepSpeed scales losses and keeps masters"] = message
-    return said
+            messages["--precision: DeepSpeed scales losses and keeps masters"] = message
+    return messages
 
 
 def fp16(choice: str, module):

@@ -25,14 +25,14 @@ def checkpointed(model, setting):
 
 
 def gradients(module, model):
-    """Of one step, how often each parameter got one, and the next random number."""
-    got = Counter[str]()
+    """Gradients of one step, how often each parameter got one, and the next random numbers."""
+    counts = Counter[str]()
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: got.update([name]))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: counts.update([name]))
     torch.manual_seed(1)
     module(**make_batch(model, 4, 1)).loss.backward()
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}, got, torch.rand(3)
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}, counts, torch.rand(3)
 
 
 @each_row("model", ["awkward", "adapted", "out of order", "llama", LORA])
@@ -40,31 +40,31 @@ def gradients(module, model):
 def test_each_parameter_gets_the_same_gradient_once(setting, model):
     plain, module = build(model).train(), checkpointed(model, setting)
     assert list(module.state_dict()) == list(plain.state_dict())
-    wanted, _, random = gradients(plain, model)
-    found, got, random_after = gradients(module, model)
-    assert found.keys() == wanted.keys() and torch.equal(random_after, random)
-    for name, gradient in found.items():
-        assert torch.equal(gradient, wanted[name]), name
-    assert got == Counter(dict.fromkeys(wanted, 1))
+    expected, _, random = gradients(plain, model)
+    actual, counts, random_after = gradients(module, model)
+    assert actual.keys() == expected.keys() and torch.equal(random_after, random)
+    for name, gradient in actual.items():
+        assert torch.equal(gradient, expected[name]), name
+    assert counts == Counter(dict.fromkeys(expected, 1))
     for name, buffer in module.named_buffers():
         assert torch.equal(buffer, plain.get_buffer(name)), f"{name} has counted a sample twice"
 
 
 @each_row("setting", SETTINGS)
 def test_blocks_run_again_and_nothing_else_does(setting):
-    module, ran = checkpointed("awkward", setting), 0
+    module, runs = checkpointed("awkward", setting), 0
 
     def count(*_):
-        nonlocal ran
-        ran += 1
+        nonlocal runs
+        runs += 1
 
     for block in module.blocks:
         block.first.register_forward_pre_hook(count)
     module(**make_batch("awkward", 4, 1)).loss.backward()
-    assert ran == 4 * 2
+    assert runs == 4 * 2
     with torch.no_grad():
         module(**make_batch("awkward", 4, 1))
-    assert ran == 4 * 2 + 4
+    assert runs == 4 * 2 + 4
 
 
 def test_selective_computes_every_second_product_again():
@@ -87,7 +87,7 @@ def test_selective_computes_every_second_product_again():
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
+class WideBlocks(nn.Module):
     """Eight blocks of seven operators, whose activations are much larger than their parameters."""
 
     def __init__(self):
@@ -103,7 +103,7 @@ class Wide(nn.Module):
 
 def peak(setting, rows=20_000):
     """Of a step's allocations, in tensors of `rows` x 8."""
-    module = Wide()
+    module = WideBlocks()
     checkpoint_activations(module, setting)
     x = torch.randn(rows, 8)
     with counting_on_all_threads():
@@ -114,11 +114,12 @@ def peak(setting, rows=20_000):
 
 
 def test_the_peak_of_activations_falls():
-    """Without: at least 6 a block. With: each block's input, and the activations and gradients of a single block."""
-    held = {setting: peak(setting) for setting in ("none", *SETTINGS)}
-    assert held["none"] > 6 * 8
-    assert held["block"] < 8 + 7 + 5
-    assert held["block"] < held["selective"] < 0.6 * held["none"]
+    """Without checkpointing at least 6 tensors a block; with it, each block's input, and the activations and gradients
+    of one block."""
+    peaks = {setting: peak(setting) for setting in ("none", *SETTINGS)}
+    assert peaks["none"] > 6 * 8
+    assert peaks["block"] < 8 + 7 + 5
+    assert peaks["block"] < peaks["selective"] < 0.6 * peaks["none"]
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the originals of sharding hold, what they say to what they cannot do, and where they are not installed."""
+"""The originals of sharding: what they refuse, and what is said where they are not installed."""
 
 import pytest
 import torch
@@ -28,17 +28,17 @@ def with_extra(values: Tensor) -> nn.Module:
 
 
 def refusals(name: str) -> dict[str, str]:
-    """What this rank says, by what it must say in it."""
+    """This rank's messages by what they must contain."""
     extras = {
         "uniform original parameter dtype": torch.ones(6, dtype=torch.float64),
         "scalar parameters": torch.tensor(1.0),
         "extra, which has no elements": torch.ones(0, 3),
         "non-contiguous parameters": torch.ones(4, 6).t(),
     }
-    said = {wanted: message_of(UnsupportedError, make, name, with_extra(extra)) for wanted, extra in extras.items()}
+    messages = {text: message_of(UnsupportedError, make, name, with_extra(extra)) for text, extra in extras.items()}
     # Without our check, an error about placements in the first step. `pytorch_zero1` can do it.
     adafactor = message_of(UnsupportedError, make, name, build("deep"), torch.optim.Adafactor)
-    return said | {"is not known to work on each element": adafactor}
+    return messages | {"is not known to work on each element": adafactor}
 
 
 @each_row("name", FSDP2)
@@ -52,8 +52,8 @@ def with_hook(module: nn.Module, kind: str, hook=lambda _: None) -> nn.Module:
 
 
 def hook_gradients(name: str) -> tuple[list[str], int]:
-    """What is said of hooks that FSDP2 does not call, and how often the one that it calls has run."""
-    said = [
+    """The messages for hooks that FSDP2 does not call, and how often the hook that it calls has run."""
+    messages = [
         message_of(UnsupportedError, make, name, with_hook(build("deep"), kind))
         for kind in ("", "post_accumulate_grad_")
     ]
@@ -61,13 +61,14 @@ def hook_gradients(name: str) -> tuple[list[str], int]:
     with_hook(strategy.module, "post_accumulate_grad_", called.append)
     strategy.forward_backward([batch(2, 0)])
     with_hook(strategy.module, "")
-    return [*said, message_of(UnsupportedError, strategy.forward_backward, [batch(2, 0)])], len(called)
+    return [*messages, message_of(UnsupportedError, strategy.forward_backward, [batch(2, 0)])], len(called)
 
 
 @each_row("name", FSDP2)
 def test_fsdp2_refuses_hooks_that_it_never_calls(ranks: RankPool, name):
-    for said, calls in ranks.run(2, hook_gradients, name):
-        assert calls == 1 and all("has a gradient hook, which FSDP2 never calls" in each for each in said), said
+    for messages, calls in ranks.run(2, hook_gradients, name):
+        assert calls == 1
+        assert all("has a gradient hook, which FSDP2 never calls" in message for message in messages), messages
 
 
 # Originals that are not installed ------------------------------------------------------------------------------------
@@ -85,9 +86,9 @@ def test_what_is_not_installed_is_listed_but_not_swept():
 
 
 def test_choosing_what_is_not_installed_names_the_command(capsys):
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as stop:
         parse_config("", REGISTRY, arguments=["--ddp-choice", "far"])
-    assert left.value.code == 2
+    assert stop.value.code == 2
     assert capsys.readouterr().err == f"error: strategy 'far' is not installed; run: {COMMAND}\n"
     with pytest.raises(UserError, match=COMMAND):
         REGISTRY.load("far")

@@ -34,33 +34,33 @@ def train_alone() -> tuple[dict[str, torch.Tensor], list[float]]:
     optimizer = OPTIMIZERS["adam"](module.parameters())
     rate = learning_rates(CONFIG, STEPS)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step) / LR)
-    seen = []
+    rates = []
     for step in range(STEPS):
         optimizer.zero_grad()
         module(**joined(global_batch("plain", SPLIT, step))).loss.backward()
-        seen.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return module.state_dict(), seen
+    return module.state_dict(), rates
 
 
 @each_row("choice", FAMILIES[::2])
 def test_the_schedule_is_that_of_one_process(ranks: RankPool, choice):
-    wanted, rates = train_alone()
+    expected, rates = train_alone()
     results = ranks.run(2, train_scheduled, choice)
-    for _, seen in results:
-        assert seen == pytest.approx(rates, rel=1e-12)
-    assert_close(results[0][0], wanted, 1e-5, "parameter")
+    for _, actual in results:
+        assert actual == pytest.approx(rates, rel=1e-12)
+    assert_close(results[0][0], expected, 1e-5, "parameter")
 
 
 def straight_and_resumed(choice: str, folder: Path):
-    """Six scheduled steps without a stop, and with one after the fourth."""
+    """Six scheduled steps, without a stop and with one after the fourth, end alike."""
     scheduled = {"schedule": "cosine", "warmup_steps": 2}
     strategy, straight = train_to(choice, STEPS, **scheduled)
-    held = fingerprints(strategy, straight)
+    digests = fingerprints(strategy, straight)
     train_to(choice, 4, folder, planned=STEPS, **scheduled)
     strategy, resumed = train_to(choice, STEPS, folder, resume="latest", **scheduled)
-    assert fingerprints(strategy, resumed) == held
+    assert fingerprints(strategy, resumed) == digests
     assert resumed.lr == [None] * 4 + straight.lr[4:]
     assert resumed.grad_norm == [None] * 4 + straight.grad_norm[4:]
 

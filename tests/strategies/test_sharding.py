@@ -24,14 +24,14 @@ def sum_and_gather(elements: int):
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     numbers = torch.arange(elements * size, dtype=torch.float32)
-    mine, expected = numbers * (rank + 1), numbers * sum(range(1, size + 1))
-    apart, whole = torch.empty(elements), torch.zeros(elements * size)
-    reduce_scatter(apart, mine.clone(), group).wait()
-    part, of_whole = (tensor.view(size, -1)[rank] for tensor in (mine, whole))
-    reduce_scatter(part, mine, group).wait()
-    of_whole.copy_(apart)
-    all_gather(whole, group).wait()
-    assert torch.equal(whole, expected) and torch.equal(apart, part)
+    local, expected = numbers * (rank + 1), numbers * sum(range(1, size + 1))
+    apart, gathered = torch.empty(elements), torch.zeros(elements * size)
+    reduce_scatter(apart, local.clone(), group).wait()
+    part, slot = (tensor.view(size, -1)[rank] for tensor in (local, gathered))
+    reduce_scatter(part, local, group).wait()
+    slot.copy_(apart)
+    all_gather(gathered, group).wait()
+    assert torch.equal(gathered, expected) and torch.equal(apart, part)
     assert torch.equal(part, expected.view(size, -1)[rank])
 
 
@@ -56,18 +56,20 @@ def test_each_root_has_a_group_of_its_own(ranks: RankPool):
 
 
 def groups_after_others() -> list[int]:
-    """Before `parent`, groups are made that not all ranks know of."""
-    pair, me = dist.new_group([1, 2]), dist.get_rank()
-    made = [pair, *groups_of_roots(pair, CPU)] if isinstance(pair, dist.ProcessGroup) else []
+    """Sizes of the groups of roots, made after groups that not all ranks have joined."""
+    pair, rank = dist.new_group([1, 2]), dist.get_rank()
+    partial_groups = [pair, *groups_of_roots(pair, CPU)] if isinstance(pair, dist.ProcessGroup) else []
     parent = dist.new_group()  # named after a count that groups of roots must leave as it was
-    if me == 2:
-        made.append(dist.new_group([me], use_local_synchronization=True))
+    if rank == 2:
+        partial_groups.append(dist.new_group([rank], use_local_synchronization=True))
     assert isinstance(parent, dist.ProcessGroup)
     roots = groups_of_roots(parent, CPU)
-    if me != 2:
-        made.append(dist.new_group([me], use_local_synchronization=True))  # from here on all ranks count the same
+    if rank != 2:
+        partial_groups.append(
+            dist.new_group([rank], use_local_synchronization=True)
+        )  # from here on all ranks count the same
     dist.barrier()
-    for group in (*made, *roots, parent):
+    for group in (*partial_groups, *roots, parent):
         dist.destroy_process_group(group)  # or later traces would list groups of different ranks
     return [group.size() for group in roots]
 
@@ -80,8 +82,8 @@ def test_groups_of_roots_find_each_other_after_groups_that_not_all_ranks_joined(
 
 
 def mistakes_with_zero3() -> dict[str, str]:
-    """A parameter is written to, its data is replaced, and backward reads an embedding in a later step only: what this
-    rank says, by what it must say."""
+    """Messages for three mistakes, by what they must contain: writing to a sharded parameter, replacing its data, and
+    reading an embedding in backward for the first time in a later step."""
     module = build("plain")
     strategy, weight = built("zero3", module), module.get_parameter("net.0.weight")
     written = message_of(RuntimeError, weight.data.mul_, 2)

@@ -14,8 +14,8 @@ from tests.traffic import received_over_tcp
 LAYERS, WIDTH, MICRO_BATCHES = 4, 252, 2
 
 
-class Wide(torch.nn.Module):
-    """So wide that what Gloo says beside the data is little."""
+class WideLayers(torch.nn.Module):
+    """So wide that Gloo's own messages are few beside the data."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Wide(torch.nn.Module):
 
 def what_arrives(choice: str) -> int:
     """Bytes of a step."""
-    strategy = built(choice, Wide())
+    strategy = built(choice, WideLayers())
     for _ in range(2):
         dist.barrier()
         before = received_over_tcp()

@@ -39,7 +39,7 @@ TRAPS: list[tuple[str, Trap, Sequence[str]]] = []
 
 
 def trap(function: Trap, choices: Sequence[str] = NAMES) -> Trap:
-    """One that each of `choices` must not fall into."""
+    """Registers a trap, into which none of `choices` may fall."""
     TRAPS.append((function.__name__, function, choices))
     return function
 
@@ -49,13 +49,13 @@ trap_of_own_loops = partial(trap, choices=IN_OWN_LOOPS)
 
 @pytest.mark.parametrize("choice", by_default(NAMES, *FAMILIES))
 def test_no_trap_is_fallen_into(ranks: RankPool, choice):
-    """A failure says in which ones."""
-    mine = [(name, function) for name, function, choices in TRAPS if choice in choices]
-    each_row("name, trap", mine)(lambda name, trap: trap(ranks, choice))()  # type: ignore[misc]
+    """A failure names the traps."""
+    traps = [(name, function) for name, function, choices in TRAPS if choice in choices]
+    each_row("name, trap", traps)(lambda name, trap: trap(ranks, choice))()  # type: ignore[misc]
 
 
 def steps_told(tells: tuple[bool, bool], wrongly: bool = False) -> tuple[list[float], list[int]]:
-    """Losses of three uneven steps, of which this rank tells the next one or not, and the collectives in each."""
+    """Losses of three uneven steps, and the all-gathers in each. `tells`: whether each rank passes `following`."""
     rank, strategy = dist.get_rank(), built("simple_ddp")
     steps = [StepData(0, [make_batch("plain", 1 + rank + index, index)] * (1 + rank)) for index in range(3)]
     losses, calls = [], []
@@ -71,11 +71,8 @@ def steps_told(tells: tuple[bool, bool], wrongly: bool = False) -> tuple[list[fl
 
 def test_ranks_ask_what_a_step_holds_where_one_has_not_told(ranks: RankPool):
     answers = {tells: ranks.run(2, steps_told, tells) for tells in [(False, False), (True, False), (True, True)]}
-    losses, calls = (
-        {tells: told[0][0] for tells, told in answers.items()},
-        {t: told[1][1] for t, told in answers.items()},
-    )
-    assert len({tuple(each) for each in losses.values()}) == 1
+    assert len({tuple(results[0][0]) for results in answers.values()}) == 1
+    calls = {tells: results[1][1] for tells, results in answers.items()}
     assert calls == {(False, False): [2, 2, 2], (True, False): [2, 2, 2], (True, True): [2, 1, 1]}
 
 
@@ -85,7 +82,7 @@ def test_a_step_that_is_not_the_one_that_was_told_is_refused(ranks: RankPool):
 
 
 def bucket_storage(cap_mb: float) -> tuple[bool, int]:
-    """Whether gradients lie in buckets, and the bytes that are left of them between steps."""
+    """Whether gradients are views into buckets, and the bytes of gradients after `zero_grad`."""
     strategy = built("bucket_ddp_async", bucket_cap_mb=cap_mb)
     one_step(strategy, [make_batch("plain", 2, 0)] * 2)
     flats = [t.untyped_storage().data_ptr() for t in strategy.gradient_tensors()]
@@ -101,13 +98,13 @@ def test_gradients_are_views_into_buckets_that_end_with_them(ranks: RankPool, ca
 
 def leave_no_sync(choice: str) -> tuple[bool, ...]:
     strategy = built(choice)
-    seen = [strategy.steps.reduces_now]
+    reduces = [strategy.steps.reduces_now]
     for context in (strategy.no_sync(), nullcontext()):
         with pytest.raises(RuntimeError, match="planted"), context, strategy.micro_batch():
-            seen.append(strategy.steps.reduces_now)
+            reduces.append(strategy.steps.reduces_now)
             raise RuntimeError("planted")
-        seen.append(strategy.steps.reduces_now)
-    return tuple(seen)
+        reduces.append(strategy.steps.reduces_now)
+    return tuple(reduces)
 
 
 @trap_of_own_loops
@@ -121,11 +118,11 @@ def no_sync_restores_after_an_exception(ranks: RankPool, choice: str):
 
 def poison(module: nn.Module, batch: dict[str, torch.Tensor]):
     """The gradient of the middle layer is NaN, where the module runs on `batch`."""
-    seen: list[bool] = []
-    module.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["x"] is batch["x"]), with_kwargs=True)
+    is_target: list[bool] = []
+    module.register_forward_pre_hook(lambda m, a, kwargs: is_target.append(kwargs["x"] is batch["x"]), with_kwargs=True)
 
     def hook(part: nn.Module, arguments, output: torch.Tensor):
-        output.register_hook(lambda gradient: gradient * float("nan") if seen[-1] else gradient)
+        output.register_hook(lambda gradient: gradient * float("nan") if is_target[-1] else gradient)
 
     module.get_submodule("net.2").register_forward_hook(hook)
 
@@ -149,16 +146,16 @@ def meet_nonfinite(choice: str, where: str, bad_rank: int, bad_micro_batch: int)
 @trap
 def nonfinite(ranks: RankPool, choice: str):
     """Every rank stops before the optimizer step; the error names the rank and the step (TRAPS 10)."""
-    for what, bad_rank, bad_micro_batch in (("the loss", 0, 1), ("a gradient", 1, 0)):
-        for message, unchanged in ranks.run(2, meet_nonfinite, choice, what, bad_rank, bad_micro_batch):
-            assert f"step 1: {what} is not finite on rank {bad_rank};" in message
-            named = "sample 2 of rank 0 in this step, from 0, holds NaN or infinity"
-            assert (named in message) == (what == "the loss") == ("lower --lr" not in message), message
+    for cause, bad_rank, bad_micro_batch in (("the loss", 0, 1), ("a gradient", 1, 0)):
+        for message, unchanged in ranks.run(2, meet_nonfinite, choice, cause, bad_rank, bad_micro_batch):
+            assert f"step 1: {cause} is not finite on rank {bad_rank};" in message
+            named_sample = "sample 2 of rank 0 in this step, from 0, holds NaN or infinity"
+            assert (named_sample in message) == (cause == "the loss") == ("lower --lr" not in message), message
             assert unchanged
 
 
 def fail_and_go_on(choice: str, where: str):
-    """A step that fails leaves state, answers and memory as they are, and one more step is as if it had not been."""
+    """A step that fails changes neither state nor answers nor memory, and the next step is as without it."""
 
     def fail(*_):
         raise RuntimeError("planted")
@@ -168,8 +165,8 @@ def fail_and_go_on(choice: str, where: str):
             loss = strategy(**make_batch("deep", 4, 3)).loss.item()
         return strategy.full_state_dict(), loss, strategy.memory_breakdown()
 
-    def same(one, other) -> bool:
-        return all(torch.equal(one[0][name], other[0][name]) for name in one[0]) and one[1] == other[1]
+    def is_same(first, second) -> bool:
+        return all(torch.equal(first[0][name], second[0][name]) for name in first[0]) and first[1] == second[1]
 
     steps = [[make_batch("deep", 2, 10 * step + dist.get_rank() + index) for index in range(2)] for step in range(2)]
     ends = []
@@ -184,10 +181,10 @@ def fail_and_go_on(choice: str, where: str):
             with pytest.raises(RuntimeError, match="planted"):
                 one_step(strategy, steps[1])
             handle.remove()
-            assert same(before, hold(strategy)), where
+            assert is_same(before, hold(strategy)), where
         one_step(strategy, steps[1])
         ends.append(hold(strategy))
-    assert same(*ends) and ends[0][2] == ends[1][2], where
+    assert is_same(*ends) and ends[0][2] == ends[1][2], where
 
 
 @trap
@@ -197,7 +194,7 @@ def a_failed_step_leaves_what_can_go_on(ranks: RankPool, choice: str):
 
 
 def refusals(choice: str) -> dict[str, str]:
-    """What this rank says, by what it must say in it."""
+    """This rank's messages by what they must contain."""
     is_first, strategy, make = dist.get_rank() == 0, built(choice), partial(built, choice)
     sparse = nn.ModuleDict({"embedding": nn.Embedding(4, 2, sparse=True)})
     renormed = nn.ModuleDict({"embedding": nn.Embedding(4, 2, max_norm=1.0)})
@@ -226,7 +223,7 @@ def test_pytorch_ddp_says_what_to_do_about_unused_parameters(ranks: RankPool):
 
 
 def second_gradient(choice: str):
-    """What is reduced during backward cannot take a second gradient, as another backward pass makes."""
+    """A choice that reduces during backward refuses a second gradient, which a second backward pass makes."""
     strategy = built(choice)
     refusal = pytest.raises(OneRankError, match="received a second gradient in one micro-batch")
     with refusal if strategy.reduces_in_backward else nullcontext(), strategy.micro_batch():
@@ -269,12 +266,12 @@ def test_fewer_elements_than_ranks(ranks: RankPool, name):
 @trap
 def buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: str):
     """Broadcast at the start, each rank's own within a step, rank 0's again before the next (TRAPS 11, 12)."""
-    found, wanted = (
-        ranks.run(2, trained, Case(either, "normed", split=[[[4, 4], [4, 4]]] * 3))
-        for either in (choice, "pytorch_ddp")
+    results, expected = (
+        ranks.run(2, trained, Case(name, "normed", split=[[[4, 4], [4, 4]]] * 3)) for name in (choice, "pytorch_ddp")
     )
-    assert_close(found[0]["state"], wanted[0]["state"], 1e-5, "state")
-    means, right = ([each["own_state"]["norm.running_mean"] for each in of] for of in (found, wanted))
+    assert_close(results[0]["state"], expected[0]["state"], 1e-5, "state")
+    name = "norm.running_mean"
+    means, right = ([of_rank["own_state"][name] for of_rank in of_ranks] for of_ranks in (results, expected))
     assert torch.allclose(means[0], right[0], rtol=1e-6) and torch.allclose(means[1], right[1], rtol=1e-6)
     assert not torch.equal(*means)
 
@@ -283,11 +280,11 @@ def buffers_after_load(choice: str) -> bool:
     """Whether this rank has rank 0's statistics as soon as they are loaded, whatever they were before."""
     rank, module = dist.get_rank(), build("normed", seed=dist.get_rank())
     strategy, mean = built(choice, module), module.get_buffer("norm.running_mean")
-    wanted = mean + 1
+    loaded = mean + 1
     state = strategy.full_state_dict()
     mean.fill_(rank)
-    strategy.load_full_state_dict(state | {"norm.running_mean": wanted.clone()} if rank == 0 else {})
-    return torch.equal(mean, wanted)
+    strategy.load_full_state_dict(state | {"norm.running_mean": loaded.clone()} if rank == 0 else {})
+    return torch.equal(mean, loaded)
 
 
 @trap_of_own_loops
@@ -300,10 +297,10 @@ def full_state_continues_elsewhere(ranks: RankPool, choice: str):
     """Into another choice and another world size, as if nothing had happened (TRAPS 19)."""
     models = ("tied", "odd")
     for model in (models[FAMILIES.index(choice) % 2],) if choice in FAMILIES else models:
-        others = [other for other in NAMES if (other, model) not in REFUSALS]
-        if choice in others:
+        candidates = [candidate for candidate in NAMES if (candidate, model) not in REFUSALS]
+        if choice in candidates:
             first, second = ranks.run(2, trained, Case(choice, model, split=[[[2, 2], [2, 2]], [[4], [4]]]))
             assert second["state"] == {} and first["state"].keys() == build(model).state_dict().keys()
-            other = others[(others.index(choice) + 1) % len(others)]
+            following = candidates[(candidates.index(choice) + 1) % len(candidates)]
             steps = [[[2], [2, 2], [2]], [[1], [1], [1]]]
-            check(ranks, Case(other, model, "dp=3", split=steps, state=first["state"], first_step=2, counted=False))
+            check(ranks, Case(following, model, "dp=3", split=steps, state=first["state"], first_step=2, counted=False))

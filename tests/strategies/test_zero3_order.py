@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPool
-from tests.strategies.cases.case import Case, Outcome, Run, Samples, in_one_process, on_a_rank, samples, squared_error
+from tests.strategies.cases.case import LoopCase, Run, Samples, in_one_process, on_a_rank, samples, squared_error
 from tests.strategies.cases.outcomes import assert_equal
 from tests.strategies.cases.running import Blocks, blocks_of
 from tests.tables import each_row
@@ -26,7 +26,7 @@ def by_rank(*orders: tuple[int, ...]):
 
 
 def by_sample(run: Run, batch: Samples) -> Tensor:
-    """Blocks in any order and number, in each step others."""
+    """Random blocks in random order; each step has its own."""
     chosen = torch.randint(
         4,
         (2 + (batch.step + 2 * batch.rank) % 5,),
@@ -48,7 +48,7 @@ def then(run_again, context=torch.no_grad):
 
 
 def evaluates(*orders: tuple[int, ...]):
-    """Without a graph; on each rank in its own order."""
+    """Runs without a graph; on each rank in its own order."""
 
     def before(run: Run, module: nn.Module, step: int):
         rank = 0 if isinstance(run, nn.Module) else dist.get_rank()
@@ -89,8 +89,8 @@ class Segments(Blocks):
 def functional(run: Run, batch: Samples) -> Tensor:
     """On the module itself, with one parameter replaced."""
     module = getattr(run, "module", run)
-    given = {"blocks.1.0.bias": torch.ones(8)}
-    return squared_error(lambda x: torch.func.functional_call(module, given, (x,)), batch)
+    replaced = {"blocks.1.0.bias": torch.ones(8)}
+    return squared_error(lambda x: torch.func.functional_call(module, replaced, (x,)), batch)
 
 
 def block_by_itself(run: Run, module, step: int):
@@ -99,24 +99,24 @@ def block_by_itself(run: Run, module, step: int):
 
 
 AS_ONE_PROCESS = {
-    "another order on each rank": Case(Blocks, by_rank(ALL, (1, 0, 3, 2), (3, 2, 1, 0))),
-    "more often on rank 1": Case(Blocks, by_rank(ALL, 2 * ALL, (2,)), unused=True),
-    "by sample": Case(Blocks, by_sample, unused=True, micro_batches=2),
-    "fewer than in the first step": Case(Blocks, blocks_of(3 * ALL, ALL, 2 * ALL)),
-    "evaluation before backward": Case(Blocks, then(lambda run: run(samples(7, 0, 0).x, (3, 1, 0)))),
-    "evaluation in another order on each rank": Case(Blocks, before=evaluates((3, 0, *ALL), (1, 2, 1), (0,))),
+    "another order on each rank": LoopCase(Blocks, by_rank(ALL, (1, 0, 3, 2), (3, 2, 1, 0))),
+    "more often on rank 1": LoopCase(Blocks, by_rank(ALL, 2 * ALL, (2,)), unused=True),
+    "by sample": LoopCase(Blocks, by_sample, unused=True, micro_batches=2),
+    "fewer than in the first step": LoopCase(Blocks, blocks_of(3 * ALL, ALL, 2 * ALL)),
+    "evaluation before backward": LoopCase(Blocks, then(lambda run: run(samples(7, 0, 0).x, (3, 1, 0)))),
+    "evaluation in another order on each rank": LoopCase(Blocks, before=evaluates((3, 0, *ALL), (1, 2, 1), (0,))),
     **{
-        f"checkpoints in a checkpoint{a}{b}": Case(partial(Segments, o, i))
+        f"checkpoints in a checkpoint{a}{b}": LoopCase(partial(Segments, o, i))
         for a, o in KINDS.items()
         for b, i in {**KINDS, ", of blocks": None}.items()
     },
-    **{f"frozen blocks in a checkpoint{a}": Case(partial(Segments, o, None, 4, (1, 3))) for a, o in KINDS.items()},
+    **{f"frozen blocks in a checkpoint{a}": LoopCase(partial(Segments, o, None, 4, (1, 3))) for a, o in KINDS.items()},
     **{
-        f"blocks of a checkpoint that samples skip{a}": Case(partial(Segments, o, None, skips=True), unused=True)
+        f"blocks of a checkpoint that samples skip{a}": LoopCase(partial(Segments, o, None, skips=True), unused=True)
         for a, o in KINDS.items()
     },
-    "a functional call": Case(Blocks, functional, unused=True),
-    "a block by itself": Case(Blocks, before=block_by_itself),
+    "a functional call": LoopCase(Blocks, functional, unused=True),
+    "a block by itself": LoopCase(Blocks, before=block_by_itself),
 }
 
 
@@ -128,7 +128,7 @@ def test_as_one_process(ranks: RankPool, world_size):
             assert_equal(name, outcomes, in_one_process(case, world_size), case.tolerance)
 
 
-def trained(name: str, choice: str = "zero3") -> Outcome | str:
+def trained(name: str, choice: str = "zero3"):
     return on_a_rank(AS_ONE_PROCESS.get(name) or REFUSED[name][0], choice, 25)
 
 
@@ -146,8 +146,8 @@ def inputs_first(run: Run, batch: Samples) -> Tensor:
 
 def products(run: Run, batch: Samples) -> Tensor:
     module = getattr(run, "module", run)
-    given = {name: 1 * p for name, p in module.named_parameters()}
-    return squared_error(lambda x: torch.func.functional_call(module, given, (x,)), batch)
+    replaced = {name: 1 * p for name, p in module.named_parameters()}
+    return squared_error(lambda x: torch.func.functional_call(module, replaced, (x,)), batch)
 
 
 def block_trains_by_itself(run: Run, batch: Samples) -> Tensor:
@@ -156,38 +156,41 @@ def block_trains_by_itself(run: Run, batch: Samples) -> Tensor:
 
 
 class Keeps:
-    """Trains with what a forward pass before the optimizer's step has answered, behind that step."""
+    """Trains with the answer of a forward pass that ran before the last optimizer step."""
 
     def between(self, run: Run, module: nn.Module, step: int):
-        self.kept = run(samples(7, 0, 0).x).sum()
+        self.earlier = run(samples(7, 0, 0).x).sum()
 
     def loss(self, run: Run, batch: Samples) -> Tensor:
-        return squared_error(run, batch) + (self.kept if batch.step else 0)
+        return squared_error(run, batch) + (self.earlier if batch.step else 0)
 
 
 keeps = Keeps()
-REFUSED: dict[str, tuple[Case, str]] = {
+REFUSED: dict[str, tuple[LoopCase, str]] = {
     "in another order": (
-        Case(Blocks, blocks_of(ALL, (0, 2, 1, 3))),
+        LoopCase(Blocks, blocks_of(ALL, (0, 2, 1, 3))),
         "runs blocks.1, which zero3 has freed, after blocks.2; the ranks have agreed to go on to blocks.3",
     ),
     "seen in backward alone": (
-        Case(Blocks, blocks_of(ALL, (3, 1, 2)), unused=True),
+        LoopCase(Blocks, blocks_of(ALL, (3, 1, 2)), unused=True),
         "run in another order than in the",
     ),
     "a checkpoint around all": (
-        Case(Blocks, around_all),
+        LoopCase(Blocks, around_all),
         "backward calls the module again, as an activation checkpoint",
     ),
     "vmap": (
-        Case(Blocks, lambda run, batch: squared_error(torch.func.vmap(run), batch)),
+        LoopCase(Blocks, lambda run, batch: squared_error(torch.func.vmap(run), batch)),
         "a transform of torch.func (vmap, grad, ...) calls the module",
     ),
-    "backward for inputs first": (Case(Blocks, inputs_first), "a backward pass for inputs alone came first"),
-    "weights read outside": (Case(Blocks, products), "was read outside of the module that holds it, where it is NaN"),
-    "a block trains by itself": (Case(Blocks, block_trains_by_itself), "a block was called by itself"),
+    "backward for inputs first": (LoopCase(Blocks, inputs_first), "a backward pass for inputs alone came first"),
+    "weights read outside": (
+        LoopCase(Blocks, products),
+        "was read outside of the module that holds it, where it is NaN",
+    ),
+    "a block trains by itself": (LoopCase(Blocks, block_trains_by_itself), "a block was called by itself"),
     "a graph from before the step": (
-        Case(Blocks, keeps.loss, between=keeps.between),
+        LoopCase(Blocks, keeps.loss, between=keeps.between),
         "has been modified by an inplace operation",
     ),
 }
@@ -196,5 +199,5 @@ REFUSED: dict[str, tuple[Case, str]] = {
 @each_row("name", REFUSED)
 def test_refused_on_every_rank(ranks: RankPool, name):
     for choice in ("zero1", "zero2", "zero3") if name == "a graph from before the step" else ("zero3",):
-        for said in ranks.run(2, trained, name, choice):
-            assert isinstance(said, str) and REFUSED[name][1] in said, f"{choice}: {said}"
+        for outcome in ranks.run(2, trained, name, choice):
+            assert isinstance(outcome, str) and REFUSED[name][1] in outcome, f"{choice}: {outcome}"

@@ -1,4 +1,4 @@
-"""zero3 as it is read: the plain case trains as one process does, and what both do when is what the page says."""
+"""The plain zero3 trains as one process does, and it and the registered zero3 gather and reduce when the page says."""
 
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ def test_the_plain_case_is_equal_to_one_process(ranks: RankPool):
 
 
 def a_step(choice: str, micro_batches: int) -> tuple[int, int, list[Any]]:
-    """Bytes of the root and of a block. At each moment of a second step: which block runs, which are whole or coming,
-    which are coming, and whose gradients are in flight; bytes of full parameters, and of states beyond rest."""
+    """Bytes of the root and of a block, and what holds at each moment of a second step: the block that runs, the units
+    gathered or in flight, those in flight, and those whose gradients are in flight; bytes of full parameters, and of
+    states beyond those at rest."""
     strategy: Any = built(choice, "deep", "adam")
     root, block = (sum(f.full_bytes for u in units for f in u.flats) for units in (strategy.root, strategy.units[:1]))
     batches, moments = [batch(2, index) for index in range(micro_batches)], []
@@ -60,10 +61,10 @@ def test_root_and_two_blocks_are_whole_when_the_page_says(ranks: RankPool, choic
         assert (max(map(len, coming)), max(map(len, reduced))) == (1, 2)
         assert max(full) == root + 2 * block
         assert max(beyond_rest) <= root + 6 * block, "of two: parameters, gradients, their sum with what is received"
-        for at, number, whole, coming, reduced, full, _ in moments:
+        for at, number, gathered, coming, reduced, full, _ in moments:
             if at == "forward":
-                assert (coming, reduced) == ([number + 1] * (number < BLOCKS), []) and whole == [number, *coming]
+                assert (coming, reduced) == ([number + 1] * (number < BLOCKS), []) and gathered == [number, *coming]
             elif at == "backward":
                 assert coming == [number - 1] * (1 < number < BLOCKS)  # the last unit does this later
-                assert whole == [*coming, number] and reduced == [number + 1] * (number < BLOCKS)
+                assert gathered == [*coming, number] and reduced == [number + 1] * (number < BLOCKS)
             assert at != "update" or full == 0

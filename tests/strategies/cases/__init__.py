@@ -22,7 +22,7 @@ BY_RANK = ("control flow by rank", "accumulation, control flow by rank", "expert
 
 
 class Refusal(NamedTuple):
-    """What these choices say to these cases, on every rank. docs/own-loop.md has a row for each."""
+    """The error of these choices for these cases, on every rank. docs/own-loop.md has a row for each."""
 
     cases: set[str]
     choices: set[str]
@@ -63,7 +63,7 @@ REFUSALS = [
 
 
 WRONG = {(case, name) for case in ("data is replaced", *STALE, *BY_RANK) for name in FSDP2}
-"""Where PyTorch's own computes something else, or waits for ever, and says nothing."""
+"""Where PyTorch's own choices silently compute something else, or wait for ever."""
 
 
 def refusal(name: str, choice: str) -> str | None:

@@ -51,17 +51,17 @@ def momentum(params) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
-class Case:
+class LoopCase:
     """What is trained, and how.
 
     Attributes:
-        module: Makes it.
-        loss: Of a micro-batch, with what to call in place of the module; or several, of which each has a backward pass.
+        module: Makes the module.
+        loss: `loss(run, batch)` calls `run` in place of the module. Each loss that it returns has a backward pass.
         before: What the loop does before step k: `before(run, module, k)`.
-        between: What it does between backward and the optimizer's step k.
+        between: What the loop does between backward and the optimizer's step k.
         schedule: Makes a learning-rate scheduler.
         in_evaluation: The loss needs no gradient, so that it can be evaluated, too.
-        unused: Parameters may be left without a gradient, which PyTorch DDP must be told.
+        unused: Some parameters may get no gradient, which PyTorch DDP must be told.
         tolerance: Relative, of parameters.
     """
 
@@ -81,21 +81,21 @@ class Case:
     tolerance: float = 1e-5
 
     def losses(self, run: Run, batch: Samples) -> Sequence[Tensor]:
-        found = self.loss(run, batch)
-        return [found] if isinstance(found, Tensor) else found
+        loss = self.loss(run, batch)
+        return [loss] if isinstance(loss, Tensor) else loss
 
     def scheduler(self, optimizer: torch.optim.Optimizer):
         return self.schedule(optimizer) if self.schedule else None
 
 
-class Outcome(NamedTuple):
-    """What training made.
+class LoopOutcome(NamedTuple):
+    """The result of training.
 
     Attributes:
         norms: Of the gradient in each step.
-        evaluation: The loss of the same samples on any rank.
+        evaluation: The loss of samples that are the same on all ranks.
         state: The module's state dict; on rank 0 alone.
-        has_buffers: Which are each rank's own after the last step.
+        has_buffers: If so, each rank has its own values after the last step.
     """
 
     norms: list[float]
@@ -104,12 +104,12 @@ class Outcome(NamedTuple):
     has_buffers: bool
 
 
-def build(case: Case) -> nn.Module:
+def build(case: LoopCase) -> nn.Module:
     torch.manual_seed(3)
     return case.module()
 
 
-def evaluate(case: Case, run: Run, module: nn.Module) -> float:
+def evaluate(case: LoopCase, run: Run, module: nn.Module) -> float:
     module.eval()
     if not case.in_evaluation:
         return 0.0
@@ -117,7 +117,7 @@ def evaluate(case: Case, run: Run, module: nn.Module) -> float:
         return sum(loss.item() for loss in case.losses(run, samples(99, 0, 0)))
 
 
-def in_one_process(case: Case, world_size: int) -> Outcome:
+def in_one_process(case: LoopCase, world_size: int) -> LoopOutcome:
     module = build(case)
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = case.optimizer(case.groups(module) if case.groups else trained)
@@ -140,11 +140,11 @@ def in_one_process(case: Case, world_size: int) -> Outcome:
         if case.set_to_none is not None:
             optimizer.zero_grad(case.set_to_none)
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    return Outcome(norms, evaluate(case, module, module), state, any(True for _ in module.buffers()))
+    return LoopOutcome(norms, evaluate(case, module, module), state, any(True for _ in module.buffers()))
 
 
-def on_a_rank(case: Case, choice: str, bucket_cap_mb: float) -> Outcome | str:
-    """The same by a strategy; or what it says when it refuses."""
+def on_a_rank(case: LoopCase, choice: str, bucket_cap_mb: float) -> LoopOutcome | str:
+    """The outcome on this rank by a strategy, or its error."""
     module = build(case)
     options: StrategyOptions = options_of(
         choice,
@@ -169,7 +169,7 @@ def on_a_rank(case: Case, choice: str, bucket_cap_mb: float) -> Outcome | str:
                 scheduler.step()
             if case.set_to_none is not None:
                 strategy.zero_grad(case.set_to_none)
-    except Exception as error:  # whether it should have come, the test decides
+    except Exception as error:  # the test decides whether it is right
         return f"{type(error).__name__}: {error}"
     state = strategy.full_state_dict()
-    return Outcome(norms, evaluate(case, strategy, module), state, any(True for _ in module.buffers()))
+    return LoopOutcome(norms, evaluate(case, strategy, module), state, any(True for _ in module.buffers()))

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.strategies.cases.case import FEATURES, Case, Run, Samples
+from tests.strategies.cases.case import FEATURES, LoopCase, Run, Samples
 
 
 @dataclass
-class Answer:
+class NestedAnswer:
     prediction: Tensor
-    rest: dict[str, Any]
+    extras: dict[str, Any]
 
 
 class Pair(NamedTuple):
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 class Answers(nn.Module):
-    """Two blocks and a head; `pack` makes the answer of prediction and hidden layer."""
+    """Two blocks and a head; `pack` makes the answer from prediction and hidden layer."""
 
     def __init__(self, pack=lambda prediction, hidden: prediction):
         super().__init__()
@@ -41,18 +41,18 @@ class Answers(nn.Module):
 
 
 class ReadsNested(Answers):
-    """Takes what `nested` gives."""
+    """Takes the arguments that `nested` passes."""
 
-    def read(self, scale: float, *parts: Tensor, table: dict[str, Any], none: None = None) -> Tensor:
+    def read(self, scale: float, *parts: Tensor, table: dict[str, Any], mask: None = None) -> Tensor:
         return scale * torch.cat(parts, 1) + table["rows"][1][0] + table["answer"].prediction
 
 
 def nested(run: Run, batch: Samples) -> Tensor:
-    table = {"rows": [None, (batch.x.flip(1), "text")], "answer": Answer(batch.y, {})}
-    return functional.mse_loss(run(0.5, batch.x[:, :2], batch.x[:, 2:], table=table, none=None), batch.y)
+    table = {"rows": [None, (batch.x.flip(1), "text")], "answer": NestedAnswer(batch.y, {})}
+    return functional.mse_loss(run(0.5, batch.x[:, :2], batch.x[:, 2:], table=table, mask=None), batch.y)
 
 
-def both(read):
+def loss_of_both(read):
     def loss(run: Run, batch: Samples) -> Tensor:
         prediction, hidden = read(run(batch.x))
         return functional.mse_loss(prediction, batch.y) + hidden.square().mean()
@@ -82,23 +82,23 @@ def power(run: Run, batch: Samples) -> Tensor:
 
 
 def two_frames(run: Run, batch: Samples) -> Sequence[Tensor] | Tensor:
-    """Of a list of tuples; one tensor needs no gradient, another is the input itself."""
-    (prediction, ids), same = run(batch.x)
+    """Of an answer that is a list with a tuple in it. Two of its tensors have no gradient."""
+    (prediction, ids), mean = run(batch.x)
     assert not ids.requires_grad
-    return functional.mse_loss(prediction, batch.y) + 0.1 * (same * prediction).mean()
+    return functional.mse_loss(prediction, batch.y) + 0.1 * (mean * prediction).mean()
 
 
 CASES = {
-    "a dict of dicts": Case(
-        lambda: Answers(lambda p, h: {"a": {"p": p}, "h": [h]}), both(lambda answer: (answer["a"]["p"], answer["h"][0]))
+    "a dict of dicts": LoopCase(
+        lambda: Answers(lambda p, h: {"a": {"p": p}, "h": [h]}), loss_of_both(lambda a: (a["a"]["p"], a["h"][0]))
     ),
-    "a dataclass": Case(
-        lambda: Answers(lambda p, h: Answer(p, {"h": h})), both(lambda answer: (answer.prediction, answer.rest["h"]))
+    "a dataclass": LoopCase(
+        lambda: Answers(lambda p, h: NestedAnswer(p, {"h": h})), loss_of_both(lambda a: (a.prediction, a.extras["h"]))
     ),
-    "lists with what has no gradient": Case(
+    "lists with what has no gradient": LoopCase(
         lambda: Answers(lambda p, h: [(p, h.argmax(1)), h.detach().mean()]), two_frames
     ),
-    "an output that is unused in a step": Case(lambda: Answers(Pair), other_output_by_step, unused=True),
-    "nested arguments": Case(ReadsNested, nested),
-    "complex numbers": Case(Waves, power),
+    "an output that is unused in a step": LoopCase(lambda: Answers(Pair), other_output_by_step, unused=True),
+    "nested arguments": LoopCase(ReadsNested, nested),
+    "complex numbers": LoopCase(Waves, power),
 }

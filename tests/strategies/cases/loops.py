@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.strategies.cases.case import FEATURES, Case, Run, Samples, samples
+from tests.strategies.cases.case import FEATURES, LoopCase, Run, Samples, samples
 from tests.strategies.cases.running import Blocks, blocks_of
 
 
@@ -37,14 +37,14 @@ def runs_without_backward(run: Run, module: nn.Module, step: int):
 
 
 def clamps(run: Run, module: nn.Module, step: int):
-    """As the critic of a Wasserstein GAN is kept."""
+    """As for the critic of a Wasserstein GAN."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.clamp_(-0.15, 0.15)
 
 
 def drops_gradients(run: Run, module: nn.Module, step: int):
-    """As scripts do that keep the optimizer."""
+    """By the optimizer's own `zero_grad`, as many scripts do."""
     getattr(run, "optimizer", module).zero_grad()
 
 
@@ -64,8 +64,8 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
     named = dict(module.named_parameters())
     first = [p for n, p in named.items() if n.startswith("first")]
     vectors = [p for n, p in named.items() if not n.startswith("first") and p.ndim < 2]
-    others = [p for n, p in named.items() if not n.startswith("first") and p.ndim >= 2]
-    return [{"params": first, "lr": 0.001}, {"params": vectors, "weight_decay": 0.0}, {"params": others}]
+    matrices = [p for n, p in named.items() if not n.startswith("first") and p.ndim >= 2]
+    return [{"params": first, "lr": 0.001}, {"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -96,7 +96,7 @@ class Cubes(nn.Module):
         return self.last(Cube.apply(torch.tanh(self.first(x)), self.weight))
 
 
-class InPlace(nn.Module):
+class InPlaceBlocks(nn.Module):
     """Activations, among them blocks' outputs and views, that are changed in place."""
 
     def __init__(self):
@@ -169,38 +169,39 @@ def accumulated(run: Run, batch: Samples) -> Tensor:
     return functional.mse_loss(prediction, batch.y) + functional.l1_loss(prediction, batch.y) + run(-batch.x).mean()
 
 
-def from_torch(name: str, tolerance: float = 1e-5, **given) -> Case:
-    return Case(Blocks, optimizer=lambda params: getattr(torch.optim, name)(params, **given), tolerance=tolerance)
+def from_torch(name: str, tolerance: float = 1e-5, **settings) -> LoopCase:
+    kind = getattr(torch.optim, name)
+    return LoopCase(Blocks, optimizer=lambda params: kind(params, **settings), tolerance=tolerance)
 
 
 CASES = {
-    "frozen, and trained again": Case(Blocks, before=freeze("first", "blocks.1"), unused=True),
-    "all but the head frozen": Case(Blocks, before=freeze("first", "blocks", steps=(1, 2)), unused=True),
-    "zeros instead of None": Case(Blocks, set_to_none=False),
-    "zeros for a block that is passed over": Case(
+    "frozen, and trained again": LoopCase(Blocks, before=freeze("first", "blocks.1"), unused=True),
+    "all but the head frozen": LoopCase(Blocks, before=freeze("first", "blocks", steps=(1, 2)), unused=True),
+    "zeros instead of None": LoopCase(Blocks, set_to_none=False),
+    "zeros for a block that is passed over": LoopCase(
         Blocks, blocks_of((0, 1, 2, 3), (0, 2, 3)), set_to_none=False, unused=True
     ),
-    "gradients that are never dropped": Case(Blocks, set_to_none=None, micro_batches=2),
-    "the optimizer's own zero_grad": Case(
+    "gradients that are never dropped": LoopCase(Blocks, set_to_none=None, micro_batches=2),
+    "the optimizer's own zero_grad": LoopCase(
         Blocks, blocks_of((0, 1, 2, 3), (0, 2, 3)), drops_gradients, set_to_none=None, unused=True
     ),
-    "data is replaced": Case(Blocks, before=replaces_data),
-    "states are loaded into the module": Case(Blocks, before=loads),
-    "parameter groups": Case(Blocks, groups=groups),
-    "parameter groups and one cycle": Case(Blocks, groups=groups, schedule=one_cycle),
-    "groups by dimension and attribute": Case(WithRates, optimizer=by_dimension, tolerance=1e-4),
-    "gradients clipped by value": Case(Blocks, clip_value=0.1),
-    "evaluation between steps": Case(Blocks, before=evaluates(torch.no_grad)),
-    "evaluation in inference mode": Case(Blocks, before=evaluates(torch.inference_mode)),
-    "forward without backward": Case(Blocks, before=runs_without_backward),
-    "forward before the optimizer": Case(Blocks, between=runs_without_backward),
-    "parameters are clamped": Case(Blocks, before=clamps),
-    "a backward of its own": Case(Cubes),
-    "in place": Case(InPlace),
-    "a penalty on gradients": Case(Blocks, inputs_have_gradients, in_evaluation=False),
-    "adversarial inputs": Case(Blocks, attacked, in_evaluation=False),
-    "two losses, two passes": Case(Blocks, accumulated, micro_batches=2),
-    "LAMB": Case(Blocks, optimizer=Lamb),
+    "data is replaced": LoopCase(Blocks, before=replaces_data),
+    "states are loaded into the module": LoopCase(Blocks, before=loads),
+    "parameter groups": LoopCase(Blocks, groups=groups),
+    "parameter groups and one cycle": LoopCase(Blocks, groups=groups, schedule=one_cycle),
+    "groups by dimension and attribute": LoopCase(WithRates, optimizer=by_dimension, tolerance=1e-4),
+    "gradients clipped by value": LoopCase(Blocks, clip_value=0.1),
+    "evaluation between steps": LoopCase(Blocks, before=evaluates(torch.no_grad)),
+    "evaluation in inference mode": LoopCase(Blocks, before=evaluates(torch.inference_mode)),
+    "forward without backward": LoopCase(Blocks, before=runs_without_backward),
+    "forward before the optimizer": LoopCase(Blocks, between=runs_without_backward),
+    "parameters are clamped": LoopCase(Blocks, before=clamps),
+    "a backward of its own": LoopCase(Cubes),
+    "in place": LoopCase(InPlaceBlocks),
+    "a penalty on gradients": LoopCase(Blocks, inputs_have_gradients, in_evaluation=False),
+    "adversarial inputs": LoopCase(Blocks, attacked, in_evaluation=False),
+    "two losses, two passes": LoopCase(Blocks, accumulated, micro_batches=2),
+    "LAMB": LoopCase(Blocks, optimizer=Lamb),
     "Adafactor": from_torch("Adafactor", lr=0.05),
     "Adagrad": from_torch("Adagrad", 1e-4, lr=0.05),
 }

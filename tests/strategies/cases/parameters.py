@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from tests.strategies.cases.case import FEATURES, Case, Run, Samples, squared_error
+from tests.strategies.cases.case import FEATURES, LoopCase, Run, Samples, squared_error
 
 
 def layers(*inner: nn.Module) -> nn.Sequential:
@@ -75,17 +75,17 @@ class ReadsOthers(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
-        self.held, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
+        self.uncalled, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = functional.linear(x, self.held.weight, self.held.bias) + block(x)
+            x = functional.linear(x, self.uncalled.weight, self.uncalled.bias) + block(x)
         return self.last(x)
 
 
 class ReadsBlocks(ReadsOthers):
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(functional.linear(self.blocks[0](x), self.blocks[1].weight) + self.held(x))
+        return self.last(functional.linear(self.blocks[0](x), self.blocks[1].weight) + self.uncalled(x))
 
 
 class Image(nn.Module):
@@ -124,14 +124,14 @@ class Counts(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
         self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scale", torch.ones(8), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
-            self.seen += 1
+            self.count += 1
         return self.last(torch.tanh(hidden - self.mean) * self.scale)
 
 
@@ -150,7 +150,7 @@ def switch(run: Run, module: nn.Module, step: int):
 
 
 def evaluates_with_graph(run: Run, module: nn.Module, step: int):
-    """With the statistics that step `step` has left, and without changing them."""
+    """With the statistics as step `step` has left them, which stay the same."""
     module.eval()
     run(torch.ones(3, FEATURES))
     module.train()
@@ -179,18 +179,20 @@ class Penalized(nn.Module):
 
 
 CASES = {
-    "weight norm in blocks": Case(lambda: in_blocks(weight_norm)),
-    "hundreds of tiny parameters": Case(Many),
-    "parameters of several dtypes": Case(Mixed),
-    "parameters shared between modules": Case(Shared),
-    "weights of a layer that is not called": Case(ReadsOthers),
-    "weights of another block": Case(ReadsBlocks, unused=True),
-    "two parameters over one memory": Case(Views),
-    "channels last, and a transposed weight": Case(Image),
-    "buffers replaced in forward": Case(Counts, before=switch),
-    "BatchNorm": Case(normed, micro_batches=2),
-    "BatchNorm, between training and evaluation": Case(normed, before=switch),
-    "BatchNorm, evaluated with a graph before the optimizer": Case(normed, before=switch, between=evaluates_with_graph),
-    "a parameter as an output": Case(Penalized, penalty_in_forward),
-    "a penalty outside of forward": Case(layers, penalty_outside, in_evaluation=False),
+    "weight norm in blocks": LoopCase(lambda: in_blocks(weight_norm)),
+    "hundreds of tiny parameters": LoopCase(Many),
+    "parameters of several dtypes": LoopCase(Mixed),
+    "parameters shared between modules": LoopCase(Shared),
+    "weights of a layer that is not called": LoopCase(ReadsOthers),
+    "weights of another block": LoopCase(ReadsBlocks, unused=True),
+    "two parameters over one memory": LoopCase(Views),
+    "channels last, and a transposed weight": LoopCase(Image),
+    "buffers replaced in forward": LoopCase(Counts, before=switch),
+    "BatchNorm": LoopCase(normed, micro_batches=2),
+    "BatchNorm, between training and evaluation": LoopCase(normed, before=switch),
+    "BatchNorm, evaluated with a graph before the optimizer": LoopCase(
+        normed, before=switch, between=evaluates_with_graph
+    ),
+    "a parameter as an output": LoopCase(Penalized, penalty_in_forward),
+    "a penalty outside of forward": LoopCase(layers, penalty_outside, in_evaluation=False),
 }

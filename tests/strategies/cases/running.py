@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.strategies.cases.case import FEATURES, Case, Run, Samples, squared_error
+from tests.strategies.cases.case import FEATURES, LoopCase, Run, Samples, squared_error
 
 
 class Blocks(nn.Module):
@@ -69,20 +69,20 @@ def two_backwards(run: Run, batch: Samples) -> list[Tensor]:
 
 
 CASES = {
-    "a block runs twice": Case(Blocks, blocks_of((0, 1, 0, 2, 3))),
-    "blocks in another order": Case(Blocks, blocks_of((2, 0, 3, 1))),
-    "blocks in another order in each step": Case(Blocks, blocks_of((0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 2, 3))),
-    "a block is passed over in each step": Case(Blocks, blocks_of((0, 2, 3), (0, 1, 3), (1, 2)), unused=True),
-    "a block that never runs": Case(Blocks, blocks_of((0, 1, 3)), unused=True),
-    "control flow by rank": Case(Blocks, blocks_by_rank, unused=True),
-    "experts": Case(Experts, unused=True),
-    "two forwards, one backward": Case(Blocks, two_forwards),
-    "two forwards of other blocks": Case(Blocks, two_forwards_other_blocks),
-    "two forwards, two backwards": Case(Blocks, two_backwards),
-    "checkpoints": Case(lambda: Blocks(False)),
-    "checkpoints, re-entrant": Case(lambda: Blocks(True)),
-    "a block in two checkpoints": Case(lambda: Blocks(False), blocks_of((0, 1, 0, 2, 3))),
-    "a block in two re-entrant checkpoints": Case(lambda: Blocks(True), blocks_of((0, 1, 0, 2, 3))),
-    "accumulation": Case(Blocks, micro_batches=3),
-    "accumulation, control flow by rank": Case(Blocks, blocks_by_rank, micro_batches=2, unused=True),
+    "a block runs twice": LoopCase(Blocks, blocks_of((0, 1, 0, 2, 3))),
+    "blocks in another order": LoopCase(Blocks, blocks_of((2, 0, 3, 1))),
+    "blocks in another order in each step": LoopCase(Blocks, blocks_of((0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 2, 3))),
+    "a block is passed over in each step": LoopCase(Blocks, blocks_of((0, 2, 3), (0, 1, 3), (1, 2)), unused=True),
+    "a block that never runs": LoopCase(Blocks, blocks_of((0, 1, 3)), unused=True),
+    "control flow by rank": LoopCase(Blocks, blocks_by_rank, unused=True),
+    "experts": LoopCase(Experts, unused=True),
+    "two forwards, one backward": LoopCase(Blocks, two_forwards),
+    "two forwards of other blocks": LoopCase(Blocks, two_forwards_other_blocks),
+    "two forwards, two backwards": LoopCase(Blocks, two_backwards),
+    "checkpoints": LoopCase(lambda: Blocks(False)),
+    "checkpoints, re-entrant": LoopCase(lambda: Blocks(True)),
+    "a block in two checkpoints": LoopCase(lambda: Blocks(False), blocks_of((0, 1, 0, 2, 3))),
+    "a block in two re-entrant checkpoints": LoopCase(lambda: Blocks(True), blocks_of((0, 1, 0, 2, 3))),
+    "accumulation": LoopCase(Blocks, micro_batches=3),
+    "accumulation, control flow by rank": LoopCase(Blocks, blocks_by_rank, micro_batches=2, unused=True),
 }

@@ -1,7 +1,7 @@
 """Cases in a loop of one's own: as in one process, or refused as listed.
 
-By default zero3 runs every second case, each other choice every sixteenth, in turn, and every choice the cases of
-`KEY`. Those whose turn it is run on three ranks with tiny buckets, of ours.
+By default zero3 runs every second case, and each other choice every sixteenth, in turn. Every choice runs the cases of
+`KEY`. Every sixteenth case of a hand-written choice runs on three ranks with tiny buckets.
 """
 
 from functools import cache
@@ -11,11 +11,11 @@ import pytest
 from tests.parity import IN_OWN_LOOPS, in_own_loops
 from tests.ranks import RankPool
 from tests.strategies.cases import CASES, SUBJECTS, WRONG, refusal
-from tests.strategies.cases.case import Outcome, in_one_process, on_a_rank
+from tests.strategies.cases.case import LoopOutcome, in_one_process, on_a_rank
 from tests.strategies.cases.outcomes import assert_equal
 
 TINY, SMALL, USUAL = 0.00002, 0.0003, 25.0
-"""MB of a bucket: less than most parameters; 300 bytes, so that there are several; and one into which all fits."""
+"""MB of a bucket: less than most parameters have; 300 bytes, for several buckets; and enough for all parameters."""
 
 
 KEY = {"accumulation, control flow by rank", "zeros for a block that is passed over"}
@@ -43,17 +43,17 @@ def check(ranks: RankPool, name: str, choice: str, world_size: int, cap_mb: floa
     if (name, choice) in WRONG:  # PyTorch's own, which says nothing: docs/own-loop.md
         return
     outcomes = ranks.run(world_size, on_a_rank_by_name, name, choice, cap_mb)
-    wanted = refusal(name, choice)
-    if wanted:
-        assert all(isinstance(said, str) and wanted in said for said in outcomes), f"{name}: {outcomes}"
+    message = refusal(name, choice)
+    if message:
+        assert all(isinstance(outcome, str) and message in outcome for outcome in outcomes), f"{name}: {outcomes}"
     else:
         assert_equal(name, outcomes, expected(name, world_size), CASES[name].tolerance)
 
 
-def on_a_rank_by_name(name: str, choice: str, bucket_cap_mb: float) -> Outcome | str:
+def on_a_rank_by_name(name: str, choice: str, bucket_cap_mb: float) -> LoopOutcome | str:
     return on_a_rank(CASES[name], choice, bucket_cap_mb)
 
 
 @cache
-def expected(name: str, world_size: int) -> Outcome:
+def expected(name: str, world_size: int) -> LoopOutcome:
     return in_one_process(CASES[name], world_size)

@@ -42,10 +42,10 @@ def joined(step: int, ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
     return torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
 
 
-def assert_states(found: State, expected: State):
-    assert found.keys() == expected.keys()
+def assert_states(state: State, expected: State):
+    assert state.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def train(module: nn.Module, steps: range, ranks: Sequence[int]) -> State:
@@ -62,10 +62,10 @@ def train(module: nn.Module, steps: range, ranks: Sequence[int]) -> State:
 # One loss through two models, each with a choice of its own ----------------------------------------------------------
 
 
-def two_in_one_loss(choice: str, other: str) -> list[State]:
+def two_in_one_loss(choice: str, second_choice: str) -> list[State]:
     first, second = (
-        load(each)(module, momentum, options_of(each, bucket_cap_mb=0.0003))
-        for each, module in zip((choice, other), make_pair(), strict=True)
+        load(name)(module, momentum, options_of(name, bucket_cap_mb=0.0003))
+        for name, module in zip((choice, second_choice), make_pair(), strict=True)
     )
     for step in range(STEPS):
         for index in range(2):
@@ -111,8 +111,8 @@ def test_collectives_in_forward_and_backward(ranks: RankPool, choice):
     module = make_synchronized()
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     train(module, range(STEPS), range(3))
-    found, *_ = ranks.run(3, train_on, choice, start, range(STEPS), make_synchronized)
-    assert_states(found, module.state_dict())
+    state, *_ = ranks.run(3, train_on, choice, start, range(STEPS), make_synchronized)
+    assert_states(state, module.state_dict())
 
 
 # On some of the ranks ------------------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice):
         functional.mse_loss(module(x[:-1]), y[:-1]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    idle, state, other = ranks.run(3, on_two_of_three, choice)
-    assert idle == other == {}
+    idle, state, non_root = ranks.run(3, on_two_of_three, choice)
+    assert idle == non_root == {}
     assert_states(state, module.state_dict())
 
 
