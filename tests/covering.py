@@ -23,7 +23,8 @@ def pairwise(factors: Mapping[str, Sequence[Any]], is_allowed: Callable[[Row], b
         return itertools.combinations([(name, row[name]) for name in factors if name in row], 2)
 
     items = [[(name, value) for value in values] for name, values in factors.items()]
-    uncovered = {pair: None for two in itertools.combinations(items, 2) for pair in itertools.product(*two)}
+    combinations = itertools.combinations(items, 2)
+    uncovered = {pair: None for two_factors in combinations for pair in itertools.product(*two_factors)}
     rows = []
     for pair in list(uncovered):
         row: Row = dict(pair)

@@ -154,16 +154,16 @@ class Case:
         changed = {
             n: v for n, v in vars(self).items() if v != getattr(plain, n) and n not in ("choice", "mesh", "state")
         }
-        return " ".join([f"{self.choice}@{self.of.label}", *(f"{name}={value}" for name, value in changed.items())])
+        return " ".join([f"{self.choice}@{self.dims.label}", *(f"{name}={value}" for name, value in changed.items())])
 
     @property
-    def of(self) -> Mesh:
+    def dims(self) -> Mesh:
         return Mesh.parse(self.mesh)
 
     @property
     def steps(self) -> list[Split]:
         steps = SPLITS[self.split] if isinstance(self.split, str) else self.split
-        return [split[: self.of.data_size] for split in steps]
+        return [split[: self.dims.data_size] for split in steps]
 
     def within(self, folder: str) -> "Case":
         """The same, with FOLDER where `options` name it."""
@@ -311,7 +311,7 @@ def oracle(case: Case) -> dict[str, Any]:
     result["state"] = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with torch.no_grad():
         answer = module.eval()(**make_batch(case.model, 8, 7))
-    term = getattr(answer, "aux_loss", None) if "ep" in case.of.degrees else None
+    term = getattr(answer, "aux_loss", None) if "ep" in case.dims.degrees else None
     result["own_loss"] = (answer.loss - (0 if term is None else MIXTURE["router_aux_loss_coef"] * term)).item()
     return result | {"logits": answer.logits}
 
@@ -351,14 +351,14 @@ def strategy_of(case: Case, seed: int | None = None) -> Iterator[Strategy]:
     if case.groups:
         options = replace(options, parameter_groups=weight_decay_groups)
     module, kind = build(case.model, dist.get_rank() if seed is None else seed), load(case.choice)
-    if set(case.of.degrees) == {"dp"}:
+    if set(case.dims.degrees) == {"dp"}:
         yield kind(module, OPTIMIZERS[case.optimizer], options)
         return
-    with mesh_groups(case.of, models.DEVICE.type) as groups:
-        if case.of.model_size > 1 or {"cp", "ep"} & case.of.degrees.keys():
+    with mesh_groups(case.dims, models.DEVICE.type) as groups:
+        if case.dims.model_size > 1 or {"cp", "ep"} & case.dims.degrees.keys():
             flags = {name: value for name, value in settings.items() if name not in named}
             config = RunConfig(strategy=options, choice=case.choice, mesh=case.mesh, **flags)
-            if case.model in PLANS and not {"pp", "cp"} & case.of.degrees.keys():
+            if case.model in PLANS and not {"pp", "cp"} & case.dims.degrees.keys():
                 precision = Precision.of(options.precision, options.param_dtype)
                 parts = parallelize(
                     module, PLANS[case.model], groups, models.DEVICE, config.sequence_parallel, precision
@@ -408,8 +408,8 @@ def trained(case: Case) -> dict[str, Any]:
             is_last, weights = index == len(case.steps) - 1, weights_of(case, batches)
             following = None
             if not is_last:
-                later = batches_of(case, index + 1)[rank]
-                following = StepData(0, later, weights_of(case, later))
+                next_batches = batches_of(case, index + 1)[rank]
+                following = StepData(0, next_batches, weights_of(case, next_batches))
             if is_last:
                 strategy.finish_parameter_synchronization()
             with counted() if case.counted and not case.own_loop and is_last and index else nullcontext({}) as issued:
@@ -447,10 +447,10 @@ def evaluated_state(case: Case, strategy: Strategy) -> dict[str, Any]:
     batch = make_batch(case.model, 8, 7)
     with torch.no_grad():
         loss = strategy(**batch).loss.clone()
-        if case.of.degree("cp") > 1:
+        if case.dims.degree("cp") > 1:
             dist.all_reduce(loss, dist.ReduceOp.AVG, strategy.process_group)
         result: dict[str, Any] = {"own_loss": loss.item()}
-        if case.model.startswith("lm") and {"cp", "pp"} & case.of.degrees.keys():
+        if case.model.startswith("lm") and {"cp", "pp"} & case.dims.degrees.keys():
             del batch["labels"]
             result["logits"] = strategy(**batch).logits
     result["cut"] = {*(parts.cuts if parts else ()), *(name for name, p in parameters.items() if is_cut(p))}
@@ -504,10 +504,10 @@ def check(ranks: RankPool, case: Case, folder: Path | None = None) -> list[dict[
     with naming(case):
         refusal = case.refused or REFUSALS.get((case.choice, case.model.partition(",")[0]))
         if refusal:
-            for message in ranks.run(case.of.size, message_of, UserError, trained, case):
+            for message in ranks.run(case.dims.size, message_of, UserError, trained, case):
                 assert refusal in message
             return []
-        results, differing = zip(*ranks.run(case.of.size, outcome, case, str(folder), timeout_s=250), strict=True)
+        results, differing = zip(*ranks.run(case.dims.size, outcome, case, str(folder), timeout_s=250), strict=True)
         assert not any(differing), differing
         assert_ranks_agree(case, results)
         if case.alone and case.model not in WITH_STATISTICS:
@@ -524,10 +524,10 @@ def check_each(ranks: RankPool, cases: Sequence[Case], folder: Path | None = Non
 def assert_ranks_agree(case: Case, results: Sequence[dict[str, Any]]) -> None:
     """Bit by bit in what several ranks hold; all issue what is announced or, without a formula, the same."""
     first = results[0]
-    places = [[case.of.coordinates(rank).get(name) for name in ("pp", "ep", "tp")] for rank in range(len(results))]
+    places = [[case.dims.coordinates(rank).get(name) for name in ("pp", "ep", "tp")] for rank in range(len(results))]
     for place, result in zip(places, results, strict=True):
         assert result["loss"] == first["loss"] and result["skipped"] == first["skipped"]
-        near = 1e-5 if {"ep", "cp", "pp", "tp"} & case.of.degrees.keys() else 0
+        near = 1e-5 if {"ep", "cp", "pp", "tp"} & case.dims.degrees.keys() else 0
         for name in ("grad_norm", "norm", "own_loss") if case.model not in WITH_STATISTICS else ():
             assert result[name] == pytest.approx(first[name], rel=near, abs=0, nan_ok=True), name
         for peer_place, peer in zip(places, results, strict=True) if case.model not in WITH_STATISTICS else ():
@@ -535,10 +535,10 @@ def assert_ranks_agree(case: Case, results: Sequence[dict[str, Any]]) -> None:
                 if peer_place == place or name not in peer["cut"]:
                     assert is_same(peer["own_state"][name], result["own_state"][name]), f"{name} differs between ranks"
     traffic = [result["traffic"] for result in results if "traffic" in result]
-    for expected, least, issued in traffic:
-        if least is not None:
-            assert sent(issued) > least - 1
-            expected = issued if {"pp", "tp"} & case.of.degrees.keys() else traffic[0][-1]
+    for expected, least_bytes, issued in traffic:
+        if least_bytes is not None:
+            assert sent(issued) > least_bytes - 1
+            expected = issued if {"pp", "tp"} & case.dims.degrees.keys() else traffic[0][-1]
         pairs = {key: (expected.get(key, (0, 0)), issued.get(key, (0, 0))) for key in expected.keys() | issued.keys()}
         differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
         varies = all(kind == "all_to_all" and pair[0][0] == pair[1][0] for (kind, _), pair in differing.items())
@@ -547,8 +547,8 @@ def assert_ranks_agree(case: Case, results: Sequence[dict[str, Any]]) -> None:
     assert totals[0] == totals[1] or traffic[0][1] is not None, "what all ranks send to experts"
 
 
-def assert_near(case: Case, result: dict[str, Any], expected: dict[str, Any], least: float = 0.0) -> None:
-    of_loss, of_gradient, of_state = (None if limit is None else max(limit, least) for limit in case.tolerances)
+def assert_near(case: Case, result: dict[str, Any], expected: dict[str, Any], floor: float = 0.0) -> None:
+    of_loss, of_gradient, of_state = (None if limit is None else max(limit, floor) for limit in case.tolerances)
     assert of_loss is not None and of_gradient is not None
     assert result["skipped"] == expected["skipped"]
     if case.options.get("precision") == "fp16":

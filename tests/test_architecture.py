@@ -60,8 +60,8 @@ def test_modules_import_each_other_in_no_circle():
 def below(names):
     """These modules, and all that they import."""
     modules = set(names)
-    while more := {target for name in modules for target in GRAPH[name]} - modules:
-        modules |= more
+    while imports := {target for name in modules for target in GRAPH[name]} - modules:
+        modules |= imports
     return modules
 
 

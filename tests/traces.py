@@ -53,12 +53,11 @@ def cuda_trace(rank=0, comm_name="ncclDevKernel_AllReduce_Sum_f32_RING_LL", **ar
         t = 1000.0 * number
         kernels = [("gemm", 7, 100, 300, {}), ("add", 7, 500, 200, {}), (comm_name, 20, 600, 300, args)]
         events.append(event("user_annotation", f"ProfilerStep#{number + 5}", t, 999))
-        for index, (name, stream, start, duration, more) in enumerate(kernels):
+        for index, (name, stream, start, duration, extra_args) in enumerate(kernels):
             correlation = 10 * number + index + 1
             events.append(event("cuda_runtime", "cudaLaunchKernel", t + start - 50, 4, correlation=correlation))
-            events.append(
-                event("kernel", name, t + start, duration, tid=stream, stream=stream, correlation=correlation, **more)
-            )
+            extra_args = {"stream": stream, "correlation": correlation, **extra_args}
+            events.append(event("kernel", name, t + start, duration, tid=stream, **extra_args))
     return {"distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}, "traceEvents": events}
 
 

@@ -43,7 +43,7 @@ def balanced(case: Case) -> tuple[list[float], list[Any], dict[str, Tensor]]:
 )
 def test_what_models_do_not_have_is_the_same_on_one_rank(ranks: RankPool, case):
     """Biases move, scores are of another kind."""
-    losses, loads, state = ranks.run(case.of.size, balanced, case)[0]
+    losses, loads, state = ranks.run(case.dims.size, balanced, case)[0]
     ((expected_losses, expected_loads, expected),) = ranks.run(1, balanced, case)
     assert losses == pytest.approx(expected_losses, rel=1e-5) and loads == expected_loads
     assert_close(state, expected, TOLERANCE["sgd"], "state")

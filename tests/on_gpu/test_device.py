@@ -34,8 +34,8 @@ def names_for(place):
 def steps_of(case, rank, count, micro_batches=1):
     """This rank's micro-batches of so many steps, copied to the device as those of a run. Stages of a pipeline have
     those of both their ranks."""
-    size = case.of.size
-    members = (rank // 2 * 2, rank // 2 * 2 + 1) if "pp" in case.of.degrees else (rank,)
+    size = case.dims.size
+    members = (rank // 2 * 2, rank // 2 * 2 + 1) if "pp" in case.dims.degrees else (rank,)
     plain = (
         StepData(
             SAMPLES * size * micro_batches,

@@ -39,7 +39,7 @@ def measured(strategy: Strategy) -> Iterator[HeldBytes]:
     Weights themselves do not count."""
     saved: WeakSet[Saved] = WeakSet()
     weights = {parameter.untyped_storage().data_ptr() for parameter in strategy.module.parameters()}
-    held: HeldBytes = []
+    bytes_by_action: HeldBytes = []
     original = Walk._do
 
     def do(walk: Walk, action: Action):
@@ -54,14 +54,15 @@ def measured(strategy: Strategy) -> Iterator[HeldBytes]:
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*(s.tensor for s in saved), *captured]
         }
-        held.append((action, sum(storage.nbytes() for place, storage in storages.items() if place not in weights)))
+        nbytes = sum(storage.nbytes() for place, storage in storages.items() if place not in weights)
+        bytes_by_action.append((action, nbytes))
 
     def pack(tensor: Tensor) -> Saved:
         saved.add(holder := Saved(tensor))
         return holder
 
     with mock.patch.object(Walk, "_do", do), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        yield held
+        yield bytes_by_action
 
 
 def held_in_steps(schedule: str, stages_per_rank: int) -> tuple[HeldBytes, HeldBytes]:
@@ -70,19 +71,19 @@ def held_in_steps(schedule: str, stages_per_rank: int) -> tuple[HeldBytes, HeldB
         steps = []
         for micro_batches in (1, MICRO_BATCHES):
             strategy.zero_grad()
-            with measured(strategy) as held:
+            with measured(strategy) as bytes_by_action:
                 strategy.forward_backward([make_batch(MODEL, SAMPLES, seed) for seed in range(micro_batches)])
-            steps.append(held)
+            steps.append(bytes_by_action)
         return steps[0], steps[1]
 
 
 def on_paper(actions: list[Action], adds: dict[tuple[Kind, int], int]) -> int:
     """The peak of held bytes, where `adds` has the bytes that an action of a kind and stage adds."""
-    now = most = 0
+    nbytes = peak = 0
     for action in actions:
-        now += adds.get(action[:2], 0)
-        most = max(most, now)
-    return most
+        nbytes += adds.get(action[:2], 0)
+        peak = max(peak, nbytes)
+    return peak
 
 
 @each_row("schedule, stages_per_rank", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
@@ -93,17 +94,17 @@ def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule, stages_per
     for rank, (single, several) in enumerate(ranks.run(RANKS, held_in_steps, schedule, stages_per_rank)):
         before = [0, *(size for _, size in single)]
         adds = {action[:2]: size - before[index] for index, (action, size) in enumerate(single)}
-        most = max(size for _, size in several)
-        assert several[-1][1] == 0 and most == on_paper(lists[rank], adds)
+        peak = max(size for _, size in several)
+        assert several[-1][1] == 0 and peak == on_paper(lists[rank], adds)
         if schedule in ("gpipe", "1f1b"):
-            assert most == most_in_flight(lists[rank]) * adds[Kind.FORWARD, rank]
+            assert peak == most_in_flight(lists[rank]) * adds[Kind.FORWARD, rank]
         if rank == 1:  # whose stages are all alike
             blocks, passes = 2 // stages_per_rank, most_in_flight(lists[1])
             assert adds[Kind.FORWARD, rank] == (blocks + 1) * HIDDEN
             if schedule == "zb-h1":
                 assert adds[Kind.BACKWARD_INPUT, rank] == (2 * blocks - (blocks + 1)) * HIDDEN
             else:
-                assert most == passes * (blocks + 1) * HIDDEN
+                assert peak == passes * (blocks + 1) * HIDDEN
                 assert passes == {"gpipe": MICRO_BATCHES, "1f1b": RANKS - 1, "interleaved": RANKS + 2 + 1}[schedule]
 
 

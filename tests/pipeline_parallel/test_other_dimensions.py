@@ -26,8 +26,8 @@ def with_dropout(options: dict[str, Any]):
         torch.manual_seed(dist.get_rank() // 2)
         strategy.forward_backward([make_batch(model, samples, samples) for samples in (2, 1, 3)])
         cuts, named = strategy.model_parallel.cuts, strategy.module.named_parameters()
-        alike = {n: p.grad.clone() for n, p in named if n not in cuts and p.grad is not None}
-        return alike | {"random numbers": torch.get_rng_state()}, strategy.full_gradients()
+        replicated = {n: p.grad.clone() for n, p in named if n not in cuts and p.grad is not None}
+        return replicated | {"random numbers": torch.get_rng_state()}, strategy.full_gradients()
 
 
 @pytest.mark.parametrize("way", by_default([{}, SEQUENCE], SEQUENCE))

@@ -17,13 +17,13 @@ BUBBLES = {"gpipe": 3, "1f1b": 3, "interleaved": 3, "zb-h1": 1}
 
 def most_in_flight(actions):
     """The most passes whose activations a rank holds at a time: from forward to the end of backward."""
-    passes = most = 0
+    passes = peak = 0
     splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
     for action in actions:
         passes += action.kind is Kind.FORWARD
-        most = max(most, passes)
+        peak = max(peak, passes)
         passes -= action.kind is (Kind.BACKWARD_WEIGHT if splits else Kind.BACKWARD)
-    return most
+    return peak
 
 
 def require_whole(lists, shape):
@@ -60,13 +60,13 @@ def test_every_schedule_on_paper(name, shape, chunks):
 
 @given(shape=shapes)
 def test_what_is_in_flight(shape):
-    most = {
+    peaks = {
         name: [most_in_flight(of_rank) for of_rank in lists_of(SCHEDULES[name], shape)]
         for name in ("gpipe", "1f1b", "zb-h1")
     }
-    assert most["gpipe"] == [shape.micro_batches] * shape.ranks
-    assert most["1f1b"] == [min(shape.ranks - rank, shape.micro_batches) for rank in range(shape.ranks)]
-    assert max(most["zb-h1"]) == max(most["1f1b"])
+    assert peaks["gpipe"] == [shape.micro_batches] * shape.ranks
+    assert peaks["1f1b"] == [min(shape.ranks - rank, shape.micro_batches) for rank in range(shape.ranks)]
+    assert max(peaks["zb-h1"]) == max(peaks["1f1b"])
 
 
 @given(shape=shapes, chunks=st.integers(2, 4), rounds=st.integers(1, 3))

@@ -33,7 +33,7 @@ STAGES = [
 def test_a_pipeline_is_one_process_to_the_last_bit(ranks: RankPool, case):
     """The process accumulates the same micro-batches in the same order. A weight of two stages would differ."""
     case = replace(case, split=[[[3, 2, 4]]] * 2, optimizer="adam")
-    results = ranks.run(case.of.size, trained, case)
+    results = ranks.run(case.dims.size, trained, case)
     options = {name: value for name, value in case.options.items() if "stage" not in name and "pipeline" not in name}
     alone = replace(case, choice=case.choice.replace("tp", "baseline"), mesh="dp=1", options=options)
     (expected,) = ranks.run(1, trained, alone)
@@ -50,7 +50,7 @@ def test_a_pipeline_is_one_process_to_the_last_bit(ranks: RankPool, case):
 
 def with_dropout(case: Case) -> dict[str, Tensor]:
     with strategy_of(case) as strategy:
-        groups: Any = SimpleNamespace(mesh=case.of)
+        groups: Any = SimpleNamespace(mesh=case.dims)
         seed_everything(
             7, Ranks(dist.get_rank(), dist.get_world_size(), DEVICE, "gloo", groups).drawing_rank
         )  # as a run

@@ -166,9 +166,9 @@ def out_is_embed(model):
     model.out = model.embed
 
 
-def known_as(**ways: Callable[[Any], Any]) -> Change:
+def known_as(**getters: Callable[[Any], Any]) -> Change:
     """Lets forward know something by a name of its own."""
-    return lambda model: [setattr(model, name, of(model)) for name, of in ways.items()]
+    return lambda model: [setattr(model, name, getter(model)) for name, getter in getters.items()]
 
 
 def forwards(forward: Callable[..., Any], knows: Callable[[Any], Any] = lambda model: None) -> Change:

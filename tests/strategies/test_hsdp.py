@@ -56,6 +56,6 @@ def test_checkpoints_go_on_here_and_elsewhere(ranks: RankPool, tmp_path, name):
     expected, resumed = (ranks.run(4, function, case, tmp_path / "saved")[0] for function in (saved_halfway, gone_on))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
     target = replace(case, mesh=TALL) if "zero3" in name else replace(case, choice="flat_ddp", mesh="dp=2")
-    elsewhere = ranks.run(target.of.size, gone_on, target, tmp_path / "saved")[0]
+    elsewhere = ranks.run(target.dims.size, gone_on, target, tmp_path / "saved")[0]
     for key, tensor in expected.items():
         assert torch.allclose(elsewhere[key], tensor, rtol=1e-4, atol=1e-6), key

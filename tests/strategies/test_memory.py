@@ -50,7 +50,7 @@ CASES = [
 def test_memory_is_as_the_formulas_say(ranks: RankPool, cases, tmp_path):
     """Padding and Adam's counters aside."""
     for case in cases:
-        for memory in ranks.run(case.of.size, at_rest, case.within(str(tmp_path))):
+        for memory in ranks.run(case.dims.size, at_rest, case.within(str(tmp_path))):
             for component, expected in memory["expected"].items():
                 assert 0.98 * expected <= memory["held"][component] <= 1.1 * expected + 400, (case, component)
             expected, actual = memory["host"]
@@ -76,8 +76,8 @@ def test_sharded(ranks: RankPool, name, mesh, precision):
     """Fp32 states in either precision: 4 bytes an element each for parameters and gradients, whole or a shard; 8 for
     Adam on the shard's elements without padding, and its 4-byte step counter for each piece of a parameter."""
     case = Case(name, "plain", mesh, {"precision": precision, "bucket_cap_mb": 0.0005}, optimizer="adam")
-    parts = case.of.degrees.get("shard", case.of.size)
-    for rank, memory in enumerate(ranks.run(case.of.size, at_rest, case)):
+    parts = case.dims.degrees.get("shard", case.dims.size)
+    for rank, memory in enumerate(ranks.run(case.dims.size, at_rest, case)):
         shards = [4 * -(-sum(sizes) // (4 * parts)) for sizes in memory["flats"]]  # begin at 16 bytes
         padded, states = sum(shards) * parts, 0
         for sizes, shard in zip(memory["flats"], shards, strict=True):

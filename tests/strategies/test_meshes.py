@@ -174,12 +174,12 @@ COST = {2: 2, 3: 3, 4: 4, 6: 6, 8: 8}
 
 def kinds_of(case: Case) -> set[Any]:
     """Of each kind, one row is enough: the choice on all its dimensions; model, split and settings on the first one."""
-    dimension, *dimensions = (name for name in ("pp", "cp", "ep", "tp", "replicate") if name in case.of.degrees)
+    dimension, *dimensions = (name for name in ("pp", "cp", "ep", "tp", "replicate") if name in case.dims.degrees)
     settings = {"model": case.model, "split": str(case.split), **case.options} | {"bucket_cap_mb": 0}
     return {(case.choice, dimension, *dimensions), *((dimension, *setting) for setting in settings.items())}
 
 
-DEFAULT = cover(ROWS, kinds_of, lambda case: COST[case.of.size])
+DEFAULT = cover(ROWS, kinds_of, lambda case: COST[case.dims.size])
 
 
 @pytest.mark.parametrize("case", DEFAULT, ids=str)

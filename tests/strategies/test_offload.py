@@ -34,7 +34,7 @@ def survive_a_nan(case: Case):
     """The last rank has a NaN in its second step. No parameter changes."""
     with strategy_of(case) as strategy:
         one_step(strategy, [make_batch("plain", 2, 0)])
-        before, batch, last = strategy.full_state_dict(), make_batch("plain", 2, 1), case.of.size - 1
+        before, batch, last = strategy.full_state_dict(), make_batch("plain", 2, 1), case.dims.size - 1
         if dist.get_rank() == last:
             batch["x"][0, 0] = float("nan")
         message = message_of(NonFiniteError, one_step, strategy, [batch])
@@ -45,7 +45,7 @@ def survive_a_nan(case: Case):
 
 @each_row("case", CASES)
 def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, case):
-    ranks.run(case.of.size, survive_a_nan, case)
+    ranks.run(case.dims.size, survive_a_nan, case)
 
 
 class OneDevice(TorchDispatchMode):

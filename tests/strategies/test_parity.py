@@ -103,8 +103,8 @@ def is_taken(choice: str, model: str, rounding: str, exact: str) -> bool:
 
 
 def is_allowed(row: Row) -> bool:
-    every: list[Any] = [[row[name]] if name in row else list(values) for name, values in FACTORS.items()]
-    if not any(is_taken(*combination) for combination in product(*every[:4])):
+    levels: list[Any] = [[row[name]] if name in row else list(values) for name, values in FACTORS.items()]
+    if not any(is_taken(*combination) for combination in product(*levels[:4])):
         return False
     choice, exact, split, ranks = (row.get(name, "") for name in ("choice", "exact", "split", "ranks"))
     return not (
@@ -222,9 +222,10 @@ def test_rows(ranks: RankPool, tmp_path: Path, case: Case) -> None:
 
 
 def refused(choice: str) -> list[str]:
-    """Settings that are refused otherwise than by name, when a strategy is built."""
+    """Settings that a strategy does not refuse by name when it is built, though it must."""
     wrong = []
-    for model, options in [*(("plain", of) for of in (*ROUNDINGS.values(), *EXACT.values())), *product(TRAPS, MODULES)]:
+    settings = (*ROUNDINGS.values(), *EXACT.values())
+    for model, options in (*product(["plain"], settings), *product(TRAPS, MODULES)):
         if refusal := refusal_of(choice, model, options):
             message = message_of(UserError, build_and_step, Case(choice, model, options=options))
             wrong += [f"{options}: {message}"] * (refusal not in message or not refusal.startswith(("--", *BY_MODULE)))

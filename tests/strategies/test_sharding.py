@@ -25,13 +25,13 @@ def sum_and_gather(elements: int):
     assert group is not None
     numbers = torch.arange(elements * size, dtype=torch.float32)
     local, expected = numbers * (rank + 1), numbers * sum(range(1, size + 1))
-    apart, gathered = torch.empty(elements), torch.zeros(elements * size)
-    reduce_scatter(apart, local.clone(), group).wait()
+    shard, gathered = torch.empty(elements), torch.zeros(elements * size)
+    reduce_scatter(shard, local.clone(), group).wait()
     part, slot = (tensor.view(size, -1)[rank] for tensor in (local, gathered))
     reduce_scatter(part, local, group).wait()
-    slot.copy_(apart)
+    slot.copy_(shard)
     all_gather(gathered, group).wait()
-    assert torch.equal(gathered, expected) and torch.equal(apart, part)
+    assert torch.equal(gathered, expected) and torch.equal(shard, part)
     assert torch.equal(part, expected.view(size, -1)[rank])
 
 

@@ -43,10 +43,12 @@ def a_step(choice: str, micro_batches: int) -> tuple[int, int, list[Any]]:
 
     for number, layer in enumerate(strategy.module.blocks, 1):
         layer.register_forward_pre_hook(partial(look, "forward", number))
-        layer.register_forward_hook(lambda *of, n=number: of[2].register_hook(partial(look, "backward", n)) and None)
+        layer.register_forward_hook(
+            lambda _, __, out, n=number: out.register_hook(partial(look, "backward", n)) and None
+        )
     for parameter in strategy.module.parameters():
         parameter.register_post_accumulate_grad_hook(partial(look, "", 0))
-    strategy.optimizer.register_step_pre_hook(partial(look, "update", 0))  # behind it nothing of before is kept anyway
+    strategy.optimizer.register_step_pre_hook(partial(look, "update", 0))
     one_step(strategy, batches)
     return root, block, moments
 
