@@ -17,7 +17,7 @@ HOLDS, FAILS, SKIPPED, MEASURED = "pass", "FAIL", "skipped", "measured"
 
 
 @dataclass
-class Case:
+class CaseReport:
     """How a case of a part went."""
 
     part: str
@@ -33,7 +33,7 @@ class Page:
 
     def __init__(self, place: Place, write: Callable[[str], None]) -> None:
         self.place, self.write, self.began = place, write, time.monotonic()
-        self.cases: list[Case] = []
+        self.cases: list[CaseReport] = []
         write(place.named)
 
     def add(self, part: str, name: str, report: pytest.TestReport) -> None:
@@ -47,7 +47,7 @@ class Page:
             line = " ".join((crash.message if crash else str(report.longrepr)).split())[:300]
             texts |= {"traceback": report.longreprtext}
             texts |= {str(log.relative_to(place.folder)): gist(log) for log in place.logs}
-        self.cases.append(Case(part, name, how, line, list(place.rows), texts))
+        self.cases.append(CaseReport(part, name, how, line, list(place.rows), texts))
         self.write(f"{how:<9} {name:<40} {report.duration:5.0f} s  {line}")
         (place.folder / "report.md").write_text(self.text())
 

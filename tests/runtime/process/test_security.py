@@ -78,7 +78,7 @@ def is_false(node):
     return isinstance(node, ast.Constant) and node.value is False
 
 
-class Planted:
+class PlantedPickle:
     def __reduce__(self):
         return (os.mkdir, (os.environ["PLANTED"],))
 
@@ -90,7 +90,7 @@ def test_a_model_that_is_a_pickle_is_refused(tmp_path, monkeypatch):
     LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2).save_pretrained(
         tmp_path
     )
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Planted()}))
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": PlantedPickle()}))
     with pytest.raises(UserError, match=r"no file named model\.safetensors"):
         load_classifier(str(tmp_path), tokenizer=None, labels=list("01234"))
     assert not (tmp_path / "ran").exists()
