@@ -17,6 +17,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import TrainingResult, train
+from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.options import AUTO
 from ddp_lab.strategy.strategy import Strategy
@@ -48,8 +49,10 @@ class Everything(nn.Module):
         return answer(self.last(hidden) * self.scale, y)
 
 
-def here() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+def here(mesh: Mesh | None = None) -> Ranks:
+    """This process among the ranks of a run on CPU."""
+    groups: Any = mesh and SimpleNamespace(mesh=mesh)
+    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", groups)
 
 
 def make_strategy(choice: str, seed: int, model: str | None, dropout: float) -> Strategy:

@@ -1,18 +1,16 @@
 """Dropout between layers that see a part of the tokens: one process that drops the same trains the same."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.build import seed_everything
-from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.mesh import Mesh
+from tests.checkpoints import here
 from tests.context_parallel.test_attention import AttentionCase, layout_of
-from tests.models import DEVICE, build, make_batch
+from tests.models import build, make_batch
 from tests.parity import Case, one_step, strategy_of
 from tests.ranks import RankPool
 from tests.tables import each_row
@@ -39,8 +37,7 @@ def a_step(mesh: str, choice: str, options: dict[str, Any]) -> tuple[float, dict
     with strategy_of(Case(choice, MODEL, mesh, options)) as strategy:
         for name, part in drops(strategy.module).items():
             part.register_forward_hook(partial(keep, name))
-        groups: Any = SimpleNamespace(mesh=Mesh.parse(mesh))
-        seed_everything(7, Ranks(dist.get_rank(), dist.get_world_size(), DEVICE, "gloo", groups).drawing_rank)
+        seed_everything(7, here(Mesh.parse(mesh)).drawing_rank)
         loss = one_step(strategy, [make_batch(MODEL, 2, 0)]).item()
         return loss, strategy.full_state_dict(), masks
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import ddp_lab
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import closing_groups
-from tests.parity import message_of
+from tests.parity import OPTIMIZERS, message_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -54,17 +54,13 @@ def samples_of(step: int) -> tuple[Tensor, Tensor]:
     return text[:, :-1], targets
 
 
-def optimizer_of(parameters) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
 def own_loop(size: int, way: str, choice: str) -> dict[str, Any]:
     """As docs/own-loop.md has it."""
     torch.manual_seed(dist.get_rank())
     with closing_groups():
         context = ddp_lab.context_parallel(size, way)
         model = Decoder(context.attention)
-        strategy = ddp_lab.load(choice)(model, optimizer_of)
+        strategy = ddp_lab.load(choice)(model, OPTIMIZERS["adam"])
         strategy.load_full_state_dict(initial())
         for step in range(3):
             batches = [tensor[context.data_rank :: context.data_size].split(1) for tensor in samples_of(step)]
@@ -92,7 +88,7 @@ def initial() -> dict[str, Tensor]:
 def one_process() -> tuple[dict[str, Tensor], Tensor]:
     model, places = Decoder(), torch.arange(LENGTH)[None]
     model.load_state_dict(initial())
-    optimizer = optimizer_of(model.parameters())
+    optimizer = OPTIMIZERS["adam"](model.parameters())
     for step in range(3):
         tokens, targets = samples_of(step)
         cross_entropy(model(tokens, places).flatten(0, 1), targets.flatten()).backward()

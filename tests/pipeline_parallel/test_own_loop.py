@@ -14,7 +14,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import closing_groups
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
-from tests.parity import message_of
+from tests.parity import OPTIMIZERS, message_of
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -39,16 +39,12 @@ def batches_of(step: int) -> list[dict[str, Tensor]]:
     return [{"x": x[first : first + 2], "y": y[first : first + 2]} for first in range(0, SAMPLES, 2)]
 
 
-def optimizer_of(parameters) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
 def own_loop(mesh: str, choice: str, schedule: str, stages_per_rank: int, split) -> tuple[list[float], Any, float]:
     torch.manual_seed(0)
     model, losses = WithLoss(), []
     with closing_groups():
         stages = ddp_lab.pipeline(model, mesh, schedule, stages_per_rank, split)
-        strategy = stages.strategy(choice, optimizer_of)
+        strategy = stages.strategy(choice, OPTIMIZERS["adam"])
         ranks, rank = strategy.data_parallel_size, strategy.data_parallel_rank
         for step in range(3):
             losses.append(strategy.forward_backward(batches_of(step)[rank::ranks]).item())
@@ -62,7 +58,7 @@ def own_loop(mesh: str, choice: str, schedule: str, stages_per_rank: int, split)
 def one_process() -> tuple[list[float], Any, float]:
     torch.manual_seed(0)
     model, losses = WithLoss(), []
-    optimizer = optimizer_of(model.parameters())
+    optimizer = OPTIMIZERS["adam"](model.parameters())
     for step in range(3):
         global_batch = {name: torch.cat([batch[name] for batch in batches_of(step)]) for name in ("x", "y")}
         losses.append((loss := model(**global_batch).loss).item())
@@ -95,7 +91,7 @@ def test_a_sequence_in_an_own_loop(ranks: RankPool, mesh, choice, schedule, stag
 
 def with_layers_cut() -> float:
     with closing_groups():
-        strategy = ddp_lab.pipeline(build("lm, gqa"), "pp=2,tp=2").strategy("zero1", optimizer_of)
+        strategy = ddp_lab.pipeline(build("lm, gqa"), "pp=2,tp=2").strategy("zero1", OPTIMIZERS["adam"])
         return strategy.forward_backward([make_batch("lm, gqa", 2, 0)]).item()
 
 
@@ -119,7 +115,8 @@ def one_step():
     model = WithLoss()
     model.body = nn.Sequential(*(Twice() for _ in range(4)))
     with closing_groups():
-        ddp_lab.pipeline(model, "dp=2,pp=2", "zb-h1").strategy("zero1", optimizer_of).forward_backward(batches_of(0))
+        stages = ddp_lab.pipeline(model, "dp=2,pp=2", "zb-h1")
+        stages.strategy("zero1", OPTIMIZERS["adam"]).forward_backward(batches_of(0))
 
 
 def test_a_weight_in_a_product_and_elsewhere(ranks: RankPool):

@@ -1,8 +1,6 @@
 """The silent errors of pipelines: what must be the same to the last bit, and what must differ."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lab.runtime.build import seed_everything
-from ddp_lab.runtime.distributed import Ranks
-from tests.models import DEVICE, make_batch
+from tests.checkpoints import here
+from tests.models import make_batch
 from tests.parity import Case, assert_close, in_stages, one_step, strategy_of, trained
 from tests.ranks import RankPool
 from tests.tables import by_default, each_row
@@ -50,10 +48,7 @@ def test_a_pipeline_is_one_process_to_the_last_bit(ranks: RankPool, case):
 
 def with_dropout(case: Case) -> dict[str, Tensor]:
     with strategy_of(case) as strategy:
-        groups: Any = SimpleNamespace(mesh=case.dims)
-        seed_everything(
-            7, Ranks(dist.get_rank(), dist.get_world_size(), DEVICE, "gloo", groups).drawing_rank
-        )  # as a run
+        seed_everything(7, here(case.dims).drawing_rank)  # as a run
         for step in range(2):
             one_step(strategy, [make_batch(case.model, size, 10 * step + n) for n, size in enumerate((2, 1, 2))])
         return strategy.full_state_dict()

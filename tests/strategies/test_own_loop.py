@@ -7,7 +7,6 @@ import io
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -21,17 +20,10 @@ from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.strategy import batches
 from tests.parity import FAMILIES, Case, build_and_step, check_messages, load, message_of, options_of, over_own_loops
 from tests.ranks import RankPool
+from tests.strategies.cases.containers import NestedAnswer
 from tests.tables import each_row
 
 FEATURES, STEPS = 6, 3
-
-
-@dataclass
-class DataclassAnswer:
-    """Not a container that torch knows."""
-
-    first: Tensor
-    extras: dict[str, Tensor]
 
 
 class KeywordNet(nn.Module):
@@ -43,11 +35,11 @@ class KeywordNet(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
         self.last = nn.Linear(8, 1)
 
-    def forward(self, x: Tensor, *, scale: float) -> DataclassAnswer:
+    def forward(self, x: Tensor, *, scale: float) -> NestedAnswer:
         hidden = self.first(x)
         for block in self.blocks:
             hidden = hidden + scale * block(hidden)
-        return DataclassAnswer(self.last(hidden), {"hidden": hidden})
+        return NestedAnswer(self.last(hidden), {"hidden": hidden})
 
 
 def make_net() -> KeywordNet:
@@ -69,10 +61,10 @@ def updates(choice: str) -> tuple[Tensor, Tensor]:
     for step in range(STEPS):
         x = gan_data(step, 0)[0]
         alone.zero_grad()
-        plain(x, scale=0.5).first.square().mean().backward()
+        plain(x, scale=0.5).prediction.square().mean().backward()
         alone.step()
         with strategy.micro_batch():
-            module(x, scale=0.5).first.square().mean().backward()
+            module(x, scale=0.5).prediction.square().mean().backward()
         strategy.step()
         strategy.zero_grad()
     updated, expected = (nn.utils.parameters_to_vector(network.parameters()).detach() for network in (module, plain))
@@ -91,7 +83,7 @@ def misuse(choice: str) -> dict[str, str]:
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
     messages = {}
     with strategy.micro_batch(last=False):
-        strategy(torch.ones(2, FEATURES), scale=0.5).first.mean().backward()
+        strategy(torch.ones(2, FEATURES), scale=0.5).prediction.mean().backward()
     messages["step() before the last micro_batch()"] = message_of(RuntimeError, strategy.step)
     with pytest.raises(RuntimeError) as caught, strategy.micro_batch(), strategy.micro_batch():
         pass
@@ -130,12 +122,12 @@ def reads_gradients(choice: str, is_wrong: bool) -> dict[str, Tensor]:
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice, bucket_cap_mb=0.0003))
     for step in range(STEPS):
         with strategy.micro_batch():
-            strategy(gan_data(step, dist.get_rank())[0], scale=0.5).first.square().mean().backward()
+            strategy(gan_data(step, dist.get_rank())[0], scale=0.5).prediction.square().mean().backward()
         if is_wrong:
             for call in TORCH_CALLS:
                 with pytest.raises(UnsupportedError, match="are in shards from the last"):
                     call(module)
-            strategy(gan_data(7, 0)[0], scale=0.5).first.mean().backward()
+            strategy(gan_data(7, 0)[0], scale=0.5).prediction.mean().backward()
             assert strategy.memory_breakdown()["gradients"] and "last.weight" in strategy.full_gradients()
         strategy.step()
         assert module.last.weight.grad is None
@@ -166,7 +158,7 @@ def set_by_hand(choice: str, by_hand: bool, micro_batches: int = 2) -> dict[str,
     for step in range(STEPS):
         for index in range(micro_batches):
             with strategy.micro_batch(last=index == micro_batches - 1):
-                loss = strategy(gan_data(step, dist.get_rank() + 10 * index)[0], scale=0.5).first.square().mean()
+                loss = strategy(gan_data(step, dist.get_rank() + 10 * index)[0], scale=0.5).prediction.square().mean()
                 if by_hand and index == micro_batches - 1:
                     named = list(zip(strategy.trainable.values(), strategy.trainable, strict=True))
                     targets = [p for p, name in named if "spare" not in name]
@@ -185,7 +177,7 @@ def in_ones_hands(choice: str) -> dict[str, str]:
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
     x, messages = gan_data(0, 0)[0], {}
     with strategy.micro_batch():
-        strategy(x, scale=0.5).first.mean().backward()
+        strategy(x, scale=0.5).prediction.mean().backward()
     strategy.step()
     strategy.zero_grad()
     calls: list[Callable[[], Any]] = [lambda: copy.deepcopy(module), lambda: AveragedModel(module).module]
@@ -194,7 +186,7 @@ def in_ones_hands(choice: str) -> dict[str, str]:
         if choice == "zero3":
             assert "call strategy.full_state_dict()" in message_of(UnsupportedError, call)
         else:
-            assert torch.equal(call()(x, scale=0.5).first, module(x, scale=0.5).first)
+            assert torch.equal(call()(x, scale=0.5).prediction, module(x, scale=0.5).prediction)
     if choice == "zero3":
         messages["call strategy.full_state_dict()"] = message_of(UnsupportedError, module.state_dict)
         messages["another strategy keeps"] = message_of(UnsupportedError, build_over, module, choice)

@@ -13,6 +13,8 @@ from tests.strategies.cases.case import FEATURES, LoopCase, Run, Samples
 
 @dataclass
 class NestedAnswer:
+    """Not a container that torch knows."""
+
     prediction: Tensor
     extras: dict[str, Any]
 
