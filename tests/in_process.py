@@ -11,7 +11,7 @@ from ddp_lab.commands import compare
 
 
 def run_in_process(script, *arguments, stdin=b""):
-    """What a command's `main` prints, and its exit code. It takes the command line, or reads `sys.argv`."""
+    """Output and exit code of a command's `main`, which takes the command line or reads `sys.argv`."""
     out, error = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", [script.__name__, *arguments]),

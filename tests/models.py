@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 FEATURES = 6
 DEVICE = torch.device("cpu")
-"""Of this process: where `build` and `make_batch` put what they make. Ranks of `tests.ranks` set it."""
+"""Where `build` and `make_batch` put modules and batches in this process. Ranks of `tests.ranks` set it."""
 
 
 def batch(samples: int, seed: int) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ class Adapted(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm in evaluation of its own statistics: has buffers, floating and integer ones, that start at random."""
+    """A BatchNorm: it has buffers of floats and of an integer. They start at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ class Odd(nn.Module):
 
 
 class Handed(nn.Module):
-    """Two parameters whose gradients lie in one memory: a sum of views hands on what it was given. Autograd itself adds
-    those of a second backward pass twice, in one process too."""
+    """Two parameters whose gradients share memory, since backward of a sum of views returns its input. So autograd adds
+    those of a second backward pass twice, even in one process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Handed(nn.Module):
 
 
 class Spiked(Plain):
-    """A huge target makes the gradient of one element infinite in fp16, and no other: so one shard has it."""
+    """A huge target makes the gradient of one element infinite in fp16, so that one shard has it and no other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,16 +163,16 @@ Layer = Callable[[Tensor], Tensor]
 
 
 def either(chooses: Tensor, hidden: Tensor, a: Layer, b: Layer) -> Tensor:
-    """`a(hidden)` of the samples that choose it and `b(hidden)` of the others. What no sample chooses does not run."""
+    """`a(hidden)` for samples that choose it, `b(hidden)` for others. A layer that no sample chooses does not run."""
     if chooses.all():
         return a(hidden)
     return torch.where(chooses, a(hidden), b(hidden)) if chooses.any() else b(hidden)
 
 
 class InTurns(nn.Module):
-    """Each sample decides by its signs which parameters run, so that one has a gradient in one micro-batch and none in
-    the next. Ranks divide each evenly: two weights that form one matrix, blocks of one parameter, the last of which is
-    frozen, and a layer that may run twice."""
+    """The signs of each sample decide which parameters run, so that a parameter may have a gradient in one micro-batch
+    and none in the next. There are two weights that form one matrix, blocks of one parameter, of which the last is
+    frozen, and a layer that may run twice. Two ranks divide each parameter evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class OutOfOrder(nn.Module):
 
 
 class Lookup(nn.Module):
-    """An embedding outside of all blocks; `reads` says what else reads it: nothing, the head, or backward itself."""
+    """An embedding outside of all blocks. `reads` says what else reads it: nothing, the head, or a checkpoint."""
 
     def __init__(self, reads: str = "") -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Lookup(nn.Module):
 
 @dataclass
 class Awkward:
-    """What an `AwkwardBlock` answers with."""
+    """The output of an `AwkwardBlock`."""
 
     hidden: Tensor
     extras: tuple[Tensor, str]
@@ -308,7 +308,7 @@ def llama_classifier() -> nn.Module:
 
 
 def llama_with_adapters() -> nn.Module:
-    """The same, frozen, with LoRA adapters and a head that trains."""
+    """The Llama classifier, frozen, with LoRA adapters and a head that trains."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(llama_classifier(), LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS"))
@@ -426,7 +426,7 @@ def language_batch(samples: int, seed: int) -> dict[str, Tensor]:
 
 
 def packed_batch(samples: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of 7 tokens of two documents each, which are cut at other places in each."""
+    """Sequences of 7 tokens, two documents each; the second one begins elsewhere in each sequence."""
     begins = 1 + (torch.arange(samples)[:, None] + seed) % 6
     places = torch.arange(7, dtype=torch.int32).expand(samples, -1)
     batch = language_batch(samples, seed)
@@ -448,7 +448,7 @@ MODELS = {
     "odd": Odd,
     "llama": llama_classifier,
 }
-"""Those whose training has an exact counterpart in one process, whatever the split."""
+"""Their training has an exact counterpart in one process, whatever the split."""
 UNUSUAL = {
     "out of order": OutOfOrder,
     "lookup": Lookup,
@@ -457,7 +457,7 @@ UNUSUAL = {
     "llama, checkpointed": partial(checkpointed, False),
     "llama, checkpointed, re-entrant": partial(checkpointed, True),
 }
-"""Those that run their modules in an order, or so often, that sharding must not rely on."""
+"""They run modules in unusual order or several times."""
 LANGUAGE = {
     "lm, llama": partial(llama_lm, 12),
     "lm, gqa": partial(llama_lm, 2, tied=True),
@@ -466,9 +466,9 @@ LANGUAGE = {
 """Language models; of grouped keys and values, ranks may have to share heads."""
 LORA = "llama, lora"
 WITH_STATISTICS = ("normed", "awkward", "deep, normed")
-"""Of a rank's own samples: no one process has the same, and ranks differ."""
+"""Their statistics are of a rank's own samples, so no process alone has the same, and ranks differ."""
 BRANCHES = {"branching": (), "branching, same": (1, 1), "branching, a-b": (1, -1), "branching, b-a": (-1, 1)}
-"""The sign of the first feature of each rank's samples, which decides over the branch that it uses."""
+"""By rank, the sign of its samples' first feature, which selects the branch."""
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
@@ -507,7 +507,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "linear": partial(nn.Linear, 8, 8, bias=False),
         LORA: llama_with_adapters,
     }[name]()  # type: ignore[operator]
-    return module if DEVICE.type == "cpu" else module.to(DEVICE)  # one that pretends cannot be moved
+    return module if DEVICE.type == "cpu" else module.to(DEVICE)  # a fake module cannot be moved
 
 
 def masked_batch(samples: int, seed: int) -> dict[str, Tensor]:

@@ -50,9 +50,9 @@ OPTIMIZERS = {
 TOLERANCE = {"sgd": 1e-6, "adam": 1e-5, "fused": 1e-5}
 """Relative, of parameters after three steps (TRAPS: Adam magnifies rounding)."""
 ON_GPU = 1e-4
-"""The least of a tolerance where ranks are on GPUs: their products round in another order than one process's."""
+"""The smallest tolerance on GPUs, which round products in another order than one process on the CPU."""
 HUGE = 1e6
-"""A target whose gradient is far above what fp16 holds (65504), of a finite loss."""
+"""A target with a finite loss, whose gradient is far above fp16's maximum, 65504."""
 
 SPLITS: dict[str, Sequence[Split]] = {
     "even": [[[2, 2]] * 6] * 3,
@@ -80,7 +80,7 @@ REFUSALS = {
     **{(f"deepspeed_zero{n}", "odd"): "DeepSpeed takes no 0-d parameters" for n in (1, 2, 3)},
     **{(f"deepspeed_zero{n}", "branching"): "DeepSpeed updates unused parameters as if they had" for n in (1, 2, 3)},
 }
-"""(choice, model) that the choice cannot train, and what it says to that when it is built, or in the first step."""
+"""The error of (choice, model), where the choice cannot train the model; it comes in the build or the first step."""
 PLANS: dict[str, Plan] = {
     "plain": {"net.0": Column(), "net.2": Row()},
     "frozen": {"middle": Column(), "last": Row()},
@@ -97,7 +97,7 @@ NAMES = list(dict.fromkeys((*ddp.CHOICES, *(n for n in sharding.CHOICES if n != 
 FAMILIES = ["simple_ddp", "bucket_ddp_async", "pytorch_ddp", "zero1", "zero2", "zero3", "pytorch_zero3"]
 """One of each kind."""
 IN_OWN_LOOPS = [name for name in NAMES if not name.startswith("deepspeed")]
-"""Those that run in loops that are not the runner's."""
+"""Choices that run in loops other than the runner's."""
 in_own_loops = pytest.mark.parametrize("choice", IN_OWN_LOOPS)
 over_own_loops = each_row("choice", IN_OWN_LOOPS)
 
@@ -118,17 +118,17 @@ class Case:
     """A training, and what it must be equal to.
 
     Attributes:
-        mesh: `dp=2` is two ranks with a strategy, and nothing else.
+        mesh: `dp=2` alone is two ranks with a strategy, without groups of a mesh.
         options: Of the strategy; on a mesh, flags of a run, too. FOLDER in one stands for a new folder.
-        split: Of `SPLITS`, or such a list.
+        split: A name in `SPLITS`, or such a list.
         fills: Gradients are filled with zeros between steps, not dropped.
-        own_loop: Not the runner's, but one with `micro_batch` and `scale_loss`.
-        huge: (step, rank) of which a target is `HUGE`.
-        state, first_step: What the training goes on from. Default: the weights of seed 0.
-        same_as: What may be changed without another bit.
-        alone: Equal to one process, as near as its precision allows.
-        counted: What its second step issues is what is announced.
-        refused: What is said instead, on every rank.
+        own_loop: Train in a loop with `micro_batch` and `scale_loss`, not in the runner's.
+        huge: (step, rank) pairs for which a target is `HUGE`.
+        state, first_step: Where the training starts. Default: the weights of seed 0.
+        same_as: Fields with which the result must be bitwise the same.
+        alone: Compare with one process, within the tolerance of the precision.
+        counted: Compare the collectives of the last step with those announced.
+        refused: The message that every rank must raise instead.
     """
 
     choice: str
@@ -197,7 +197,7 @@ def in_stages(
 
 
 def message_of(kind: type[Exception], function: Callable[..., Any], *args: Any) -> str:
-    """What `function(*args)` says when it raises a `kind`, as it must."""
+    """The message of the `kind` of exception that `function(*args)` must raise."""
     with pytest.raises(kind) as caught:
         function(*args)
     return str(caught.value)
@@ -274,8 +274,8 @@ def records() -> dict[str, Any]:
 
 
 def oracle(case: Case) -> dict[str, Any]:
-    """Plain training: losses, norms and loss scales by step, `gradients` of the first step, `state` after the last, and
-    what the module then answers."""
+    """Training in one process: losses, norms and loss scales by step, `gradients` of the first step, `state` after the
+    last, and the module's answers then."""
     precision, param_dtype = case.options.get("precision", "fp32"), case.options.get("param_dtype")
     module = build(case.model)
     module.load_state_dict(case.state or {}, strict=case.state is not None)
@@ -317,7 +317,7 @@ def oracle(case: Case) -> dict[str, Any]:
 
 
 def backward_in(dtype: torch.dtype, module: torch.nn.Module, samples: dict[str, Tensor]) -> Tensor:
-    """The loss, and gradients in the parameters' own dtype, of a copy whose parameters and inputs are in `dtype`."""
+    """The loss of a copy whose parameters and inputs are in `dtype`. Sets gradients, in the parameters' own dtype."""
     lower = deepcopy(module)
     for parameter in lower.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -329,7 +329,7 @@ def backward_in(dtype: torch.dtype, module: torch.nn.Module, samples: dict[str, 
 
 
 def routes(module: torch.nn.Module) -> list[Tensor]:
-    """Filled by each forward pass: for each layer of a mixture the experts of each token, (tokens, k)."""
+    """A list to which each forward pass adds, for each mixture layer, the experts of each token: (tokens, k)."""
     expert_indices: list[Tensor] = []
     for part in module.modules():
         if hasattr(part, "gate") and hasattr(part, "experts"):
@@ -342,7 +342,7 @@ def routes(module: torch.nn.Module) -> list[Tensor]:
 
 @contextmanager
 def strategy_of(case: Case, seed: int | None = None) -> Iterator[Strategy]:
-    """Within this context the groups of the mesh exist. Every rank starts from other weights; rank 0's win."""
+    """Within this context the groups of the mesh exist. Every rank starts from other weights, and gets rank 0's."""
     named = {option.name for option in fields(StrategyOptions)}
     settings = {"find_unused_parameters": case.model in BRANCHES, **case.options}
     options = options_of(case.choice, **{
@@ -397,7 +397,7 @@ def own_step(strategy: Strategy, batches: Sequence[dict[str, Tensor]]) -> Tensor
 
 
 def trained(case: Case) -> dict[str, Any]:
-    """What `oracle` says, of a rank: gradients and state on rank 0; and what this rank holds."""
+    """`oracle`'s results, of a rank: gradients and state on rank 0 alone. Also `evaluated_state`."""
     with strategy_of(case) as strategy:
         result, rank = records(), strategy.data_parallel_rank
         if case.state or strategy.model_parallel:
@@ -440,7 +440,7 @@ def trained(case: Case) -> dict[str, Any]:
 
 
 def evaluated_state(case: Case, strategy: Strategy) -> dict[str, Any]:
-    """What this rank computes with in evaluation, what it answers, and which of it another rank may have otherwise."""
+    """Parameters and answers of this rank in evaluation, and the names of parameters in which ranks may differ."""
     strategy.module.eval()
     parts = strategy.model_parallel
     parameters = {} if parts and parts.pipeline else watch_parameters(strategy.module)
@@ -463,7 +463,7 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def watch_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Filled by the next forward pass: whole parameters as this rank computes with them, sharded at rest or not."""
+    """A dict that the next forward pass fills with full parameters as this rank uses them, sharded at rest or not."""
     tensors: dict[str, Tensor] = dict(module.named_buffers())
     for path, part in module.named_modules():
 
@@ -476,7 +476,7 @@ def watch_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def outcome(case: Case, folder: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Of `trained`, and what differs from it under `same_as`."""
+    """Results of `trained`, and the names of those that differ under `same_as`."""
     result = trained(case.within(folder))
     if case.same_as is None:
         return result, []
@@ -500,7 +500,7 @@ def is_same(first: Tensor, second: Tensor) -> bool:
 
 
 def check(ranks: RankPool, case: Case, folder: Path | None = None) -> list[dict[str, Any]]:
-    """Train on ranks and alone, and compare; or ask what is said instead. Returns what each rank has."""
+    """Train on ranks and in one process, and compare; or check the refusal. Returns each rank's results."""
     with naming(case):
         refusal = case.refused or REFUSALS.get((case.choice, case.model.partition(",")[0]))
         if refusal:
@@ -516,13 +516,14 @@ def check(ranks: RankPool, case: Case, folder: Path | None = None) -> list[dict[
 
 
 def check_each(ranks: RankPool, cases: Sequence[Case], folder: Path | None = None) -> None:
-    """All of them, and a failure says of which."""
+    """Check all cases. A failure names its case."""
     assert cases
     each_row("case", cases)(lambda case: check(ranks, case, folder) and None)()
 
 
 def assert_ranks_agree(case: Case, results: Sequence[dict[str, Any]]) -> None:
-    """Bit by bit in what several ranks hold; all issue what is announced or, without a formula, the same."""
+    """Ranks are bitwise equal in what several of them hold. Each issues the announced collectives or, if no formula
+    gives them, the same as rank 0."""
     first = results[0]
     places = [[case.dims.coordinates(rank).get(name) for name in ("pp", "ep", "tp")] for rank in range(len(results))]
     for place, result in zip(places, results, strict=True):
@@ -598,7 +599,7 @@ def saved_halfway(case: Case, folder: Path) -> dict[str, Tensor]:
 
 
 def gone_on(case: Case, folder: Path) -> dict[str, Tensor]:
-    """The state after the last two of these steps, from the checkpoint on."""
+    """The state after the last two of these steps, resumed from the checkpoint."""
     with strategy_of(case, seed=3) as strategy:
         ddp_lab.load_checkpoint(strategy, folder)
         for step in (2, 3):

@@ -45,7 +45,7 @@ FORK_SERVER.set_forkserver_preload(
 
 
 def by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How a tensor goes through a pipe. By torch's own way each is a file in shared memory, and a connection."""
+    """How a tensor goes through a pipe. Torch's own way takes a file in shared memory and a connection for each."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return tensor_of, (data, tensor.dtype, tensor.shape)
 
@@ -123,7 +123,7 @@ class RankPool:
         return [answers[rank] for rank in range(world_size)]
 
     def close(self, *sizes: int) -> None:
-        """End the groups of these sizes; of all, if none is given."""
+        """End the groups of these sizes; without sizes, all groups."""
         for world_size in set(sizes or self._groups) & self._groups.keys():
             self._stop(world_size)
 
@@ -181,7 +181,7 @@ def serve(connection: Connection, config: RunConfig, place: dict[str, Any]) -> N
     models.DEVICE = joined(config).device
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
         del os.environ[name]  # jobs are no restarts
-    gc.freeze()  # what is imported by now is not looked through by each collection that follows
+    gc.freeze()  # later collections skip what is imported by now
     while True:
         try:
             function, args = connection.recv()

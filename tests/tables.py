@@ -16,8 +16,8 @@ def by_default(rows, *tried):
 def each_row(names, table):
     """Takes what `pytest.mark.parametrize` takes, but makes one case, which names every row that fails.
 
-    Each row has a `tmp_path` and a `monkeypatch` of its own. It shares other fixtures, so it must not depend on what
-    another left in them.
+    Each row has its own `tmp_path` and `monkeypatch`. Rows share all other fixtures, so no row may depend on what
+    another changed in them.
     """
     fields, rows = (names.split(", ") if isinstance(names, str) else list(names)), list(table)
     assert rows, "no rows"
@@ -39,7 +39,7 @@ def each_row(names, table):
                     except Exception as error:
                         failures.append((values, error))
                         if isinstance(error, TimeoutError):
-                            break  # each of the others may take as long
+                            break  # each later row may take as long
             if failures:
                 shown = "\n".join(f"{values}\n  {type(error).__name__}: {error}" for values, error in failures[:20])
                 raise AssertionError(f"{len(failures)} of {len(rows)} rows fail:\n{shown}") from failures[0][1]

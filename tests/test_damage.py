@@ -57,7 +57,7 @@ def require_figures(folder):
 
 
 def whole_record(**changes):
-    """Of a run without traces."""
+    """The record of a run without traces."""
     record = timed("pytorch_ddp", 0.1) | {"notes": ["a"], "versions": {"torch": "2"}}
     config = record["config"] | {"profile_ranks": "0,1", "mesh": "dp=2", "no_profile": True}
     return record | {"run_id": RUN, "resumed_from": {"step": 1}, "config": config} | changes
@@ -69,7 +69,7 @@ def record_alone(folder):
 
 
 def records(folder):
-    """By all that reads records."""
+    """Everything that reads records."""
     path = write(folder / "profile" / "pytorch_ddp" / f"{RUN}.run.json", whole_record())
     write(path.with_name(f"{OTHER}.run.json"), whole_record(run_id=OTHER))
     write(folder / "profile" / "other" / f"{RUN}.run.json", whole_record(choice="other"))
@@ -105,13 +105,13 @@ def traces(make, reports=False):
 
 
 def real_traces(folder):
-    """Of two ranks on an H200."""
+    """Traces of two ranks on an H200."""
     shutil.copytree(DATA / "traces" / "h200" / "zero2_gloo", folder / "x")
     return folder / "x" / "rank_1.pt.trace.json.gz", lambda: analysed(folder / "x")
 
 
 def analysed(folder):
-    """Parts of a step are possible, and add up to it."""
+    """Asserts that parts of a step are not negative and add up to it."""
     analysis = analyse_window(find_windows(folder)[0])
     steps = analysis.exposure.steps
     parts = steps[["compute_ms", "exposed_ms", "exposed_copy_ms", "idle_ms"]]
@@ -163,7 +163,7 @@ READERS = {
 @pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_damaged_is_read_or_named(name, times, tmp_path, capsys):
-    """By one line, and never by a traceback. Warnings of numpy are errors."""
+    """An error is one line, never a traceback. Warnings of numpy are errors."""
     examples, reader = READERS[name]
     path, read = reader(tmp_path)
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The pages of docs/how-it-works: that none is missing or incomplete, and that links lead somewhere."""
+"""The pages of docs/how-it-works: none is missing or incomplete, and links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ PAPER = re.compile(r"^## Papers?\b[^#]*\b(19|20)\d\d\b|^- Papers?: .*\b(19|20)\d
 
 
 def test_every_hand_written_choice_has_a_whole_page():
-    """Or a section of the page on data parallelism, whose table has the figures of all."""
+    """A data-parallel choice without shards has a section of the page on data parallelism, and a row in its table."""
     choices = [
         choice
         for folder, family in FAMILIES.items()

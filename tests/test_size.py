@@ -17,8 +17,8 @@ LAYOUT = {
 
 
 def tokens_of(source):
-    """Of Python source, without comments, docstrings and line breaks: neither formatting nor a deleted docstring
-    makes it smaller."""
+    """The number of Python tokens without comments, docstrings and line breaks, so that neither formatting nor deleting
+    a docstring makes it smaller."""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -28,7 +28,7 @@ def tokens_of(source):
 
 
 def test_tokens():
-    """Of the files that git tracks."""
+    """Counts the files that git tracks."""
     listed = subprocess.run(["git", "ls-files", "-z", "*.py"], cwd=ROOT, capture_output=True, text=True)
     names = [name for name in listed.stdout.strip("\0").split("\0") if name and (ROOT / name).exists()]
     if not names:

@@ -100,7 +100,7 @@ def ahead_trace(rank=0):
 
 
 def parsed(*events, **info):
-    """What is read of a trace of these events."""
+    """A trace of these events, as it is read."""
     return parse_trace(json.dumps({"distributedInfo": info, "traceEvents": events}).encode(), Path("trace"))
 
 
@@ -172,13 +172,13 @@ def record(choice, step):
 
 
 def record_of_eight_steps(choice, step):
-    """The same, of a run of eight steps with 8 samples each, but for the last; traces are of steps 5 and 6."""
+    """`record` of eight steps with 8 samples each, but 4 in the last; traces are of steps 5 and 6."""
     steps = {"train_samples": 60, "step_samples": [8] * 7 + [4], "train_loss": [2.0] * 7 + [1.0]}
     return {**record(choice, step), **steps}
 
 
 RHYTHM = np.tile([1.0, 1.02, 0.98, 1.01], 11)[:41]
-"""Of a machine, over the steps of a run: some are slower."""
+"""Factors of step times over a run: a machine is slower in some steps."""
 
 
 def timed(choice, seconds, jitter=0.0, steps=41):

@@ -27,7 +27,7 @@ def add(totals: Totals, key: tuple[str, int], calls: int, nbytes: int) -> None:
 
 
 def announced(strategy: Strategy, micro_batches: int, clips: bool = False) -> tuple[Totals, float | None]:
-    """And the least bytes that a rank sends, if the strategy has no formula."""
+    """The announced collectives; and if they have no exact formula, the least bytes that a rank sends."""
     totals: Totals = {}
     traffic = strategy.expected_traffic(micro_batches, clips=clips)
     for part in (entry.issued for entry in traffic):
@@ -41,7 +41,7 @@ def sent(issued: Totals) -> float:
 
 @contextmanager
 def counted() -> Iterator[Totals]:
-    """Within this context, in all groups that there are; barriers aside."""
+    """Counts the collectives within this context, in all existing groups. Barriers do not count."""
     totals: Totals = {}
     groups = list({id(group): group for group in c10d._world.pg_map}.values())
     for group in groups:
@@ -54,7 +54,7 @@ def counted() -> Iterator[Totals]:
 
 
 def counted_step(strategy: Strategy, micro_batches: Sequence[MicroBatch]) -> Totals:
-    """What an optimizer step issues that clips, to the end of all its communication."""
+    """The collectives of an optimizer step with clipping, to the end of its communication."""
     strategy.steps.tell(StepData(0, micro_batches))
     with counted() as totals:
         strategy.zero_grad()
@@ -80,7 +80,7 @@ BYTES_RECEIVED = 128
 
 
 def received_over_tcp() -> int:
-    """Bytes that have come over the connections that this process holds now, as Linux counts them."""
+    """Bytes received over the TCP connections that this process has open, as Linux counts them."""
     nbytes = 0
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed by now, or not of TCP

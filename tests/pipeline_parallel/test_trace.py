@@ -35,7 +35,7 @@ def write_traces(folder: Path, schedule: str, stages_per_rank: int):
 
 
 def test_a_profile_names_each_action(ranks: RankPool, tmp_path):
-    """And from these names the report knows what each rank did."""
+    """The report reads from these names what each rank did."""
     ranks.run(2, write_traces, tmp_path, "zb-h1", 1)
     shape = Shape(2, MICRO_BATCHES)
     for rank, actions in enumerate(lists_of(SCHEDULES["zb-h1"], shape)):

@@ -70,7 +70,7 @@ def picked(*indices: int) -> Run:
 
 
 def each_block(step: Callable[[Any, Tensor], Tensor]) -> Run:
-    """What is done with each block."""
+    """Blocks run in order, each through `step(block, x)`."""
     return lambda model, x: model.head(blocks([partial(step, block) for block in model.layers], model.embed(x)))
 
 

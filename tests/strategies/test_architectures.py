@@ -1,8 +1,7 @@
 """Real architectures, tiny and with random weights: three steps as in one process, by every choice.
 
-What is compared is the loss that the model itself answers with, a mean over samples or tokens, of which all ranks have
-as many. Dropout is off. BatchNorm (ResNet) takes its statistics of a rank's own samples; the one process sees the same
-micro-batches.
+The test compares the model's own loss, a mean over samples or tokens, of which all ranks have the same number. Dropout
+is off. BatchNorm (ResNet) has statistics of a rank's own samples; the one process sees the same micro-batches.
 """
 
 from collections.abc import Callable, Iterable
@@ -87,7 +86,7 @@ def check(ranks: RankPool, choice: str, names: Iterable[str]):
 
 @pytest.mark.parametrize("choice", FAMILIES)
 def test_three_steps(ranks: RankPool, choice):
-    """Of one architecture, in turn; zero3 also of T5, whose blocks hand on a tensor that the first one made."""
+    """Each choice trains one architecture, in turn. zero3 trains T5, too, whose blocks share the first one's tensor."""
     names = list(ARCHITECTURES)[NAMES.index(choice) % len(ARCHITECTURES) :][:1]
     check(ranks, choice, ["T5", *names] if choice == "zero3" else names)
 

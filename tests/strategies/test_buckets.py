@@ -12,15 +12,15 @@ def layers(width, depth):
 
 
 def test_the_last_bucket_is_small_beside_the_rest():
-    """Of 40 equal layers each bucket has a tenth; of layers of 16 MiB each has one, since two would pass 25 MiB; of
-    layers of 16 KiB one has them all, which are less than 1 MiB."""
+    """Each bucket has a tenth of 40 equal layers. It has one layer of 16 MiB, since two would pass 25 MiB. It has all
+    layers of 16 KiB, since these have less than 1 MiB together."""
     for width, expected in ((512, [4] * FEWEST_BUCKETS), (2048, [1] * 40), (64, [40])):
         model = layers(width, 40)
         assert [len(bucket) for bucket in fill_buckets(model, usual_cap_bytes(model))] == expected
 
 
 def test_large_gradients_move_as_they_come():
-    """So that hardly any is held twice. Small ones wait until there are enough to be copied together."""
+    """So hardly any gradient is held twice. Small gradients wait until there are enough to copy them together."""
     parameters = [nn.Linear(1, rows, bias=False).weight for rows in (100, 300_000, 200_000, 90_000, 10)]
     bucket = Bucket(parameters)
     assert bucket.moves_at == {parameters[1], parameters[3]} == moves_at(parameters, MOST_WAITING)
@@ -34,7 +34,7 @@ def test_large_gradients_move_as_they_come():
 
 
 def test_a_bucket_is_seen_when_its_last_gradient_has_come():
-    """At the end of the first backward pass; from then on before backward comes to the layers in front of it."""
+    """In the first backward pass it is seen at the end; later, before backward comes to the layers in front of it."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     watch = GradientWatch(dict(model.named_parameters()))
     halves, gradients = [[model[3].weight, model[2].weight], [model[1].weight, model[0].weight]], []

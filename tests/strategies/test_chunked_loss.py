@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(model, chunks, precision, 
 
 
 def test_only_the_logits_of_a_chunk_exist():
-    """Of 512 tokens and a vocabulary of 4000: 12 bytes for each pair at the peak without chunks."""
+    """Without chunks the peak is 12 bytes for each pair of a token (512) and a word (4000)."""
     hidden, head, targets = torch.randn(512, 8), nn.Linear(8, 4000, bias=False), torch.arange(512)
 
     def peak(chunks):

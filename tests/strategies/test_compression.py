@@ -43,7 +43,7 @@ def futures_asked_for(case: Case) -> int:
 
 @each_row("name", [name for name in ddp.CHOICES if ddp.REGISTRY.location(name).startswith("ddp.")])
 def test_no_hand_written_choice_asks_for_a_future(ranks: RankPool, name):
-    """With torch's `nccl` the compute stream waits for a collective when its future is asked for (docs/status.md)."""
+    """With torch's `nccl`, to ask for a collective's future makes the compute stream wait for it (docs/status.md)."""
     for options in ({}, {"reduce_dtype": "bf16"}, {"compress": "int8"}):
         case = Case(name, "tied", options=options)
         assert ranks.run(2, futures_asked_for, case) == [0, 0], options

@@ -27,7 +27,7 @@ elements = st.floats(-(2.0**120), 2.0**120, width=32)
 @given(st.lists(st.lists(elements, min_size=5, max_size=5), min_size=1, max_size=8))
 @settings(deadline=None)
 def test_a_message_loses_at_most_half_a_scale(rows):
-    """And zeros stay zeros, and the largest of a block keeps its sign."""
+    """Zeros stay zeros, and no element changes its sign."""
     blocks = torch.tensor(rows)
     arrived = int8.dequantize(int8.quantize(blocks))
     largest = blocks.abs().amax(-1, keepdim=True).double()

@@ -19,7 +19,7 @@ def shards(choice: str, mesh: str, model: str, options: Any = SMALL, optimizer: 
 
 
 def layers(choice: str, mesh: str, model: str, options: Any = TOKENS, **settings: Any) -> Case:
-    """With SGD: the true gradient of a bias of keys is 0, and Adam would magnify its rounding."""
+    """With SGD, since the true gradient of a key bias is 0, and Adam would magnify its rounding."""
     return Case(choice, model, mesh, options, **{"split": "uneven", "clip": 0.5} | settings)
 
 

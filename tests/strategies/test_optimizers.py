@@ -165,7 +165,7 @@ def with_attribute(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def with_copies(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Of values that zero3 does not have when it builds the optimizer."""
+    """Copies values of a parameter, which zero3 does not have when it builds the optimizer."""
     optimizer = torch.optim.SGD(ps, lr=0.1)
     optimizer.state[ps[0]]["slow"] = torch.full_like(ps[0], float("nan"))
     return optimizer

@@ -235,7 +235,7 @@ def dropped(choice: str):
 
 @each_row("choice", ["simple_ddp_hook", "bucket_ddp_async", "pytorch_ddp", "zero2", "zero3", "pytorch_zero3"])
 def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice):
-    """With its parameters, whose hooks C++ holds."""
+    """Its parameters are freed, too, although C++ holds their hooks."""
     ranks.run(2, dropped, choice)
 
 

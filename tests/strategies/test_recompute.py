@@ -68,7 +68,7 @@ def test_blocks_run_again_and_nothing_else_does(setting):
 
 
 def test_selective_computes_every_second_product_again():
-    """Of the seven of a Llama block: keys, attention's output, up. As torchtitan's, in every block anew."""
+    """Of a Llama block's seven: keys, attention's output, up. The count starts anew in every block, as torchtitan's."""
     flops, batch = {}, make_batch("llama", 4, 1)
     for setting in ("none", "selective"):
         module = checkpointed("llama", setting)
@@ -102,7 +102,7 @@ class WideBlocks(nn.Module):
 
 
 def peak(setting, rows=20_000):
-    """Of a step's allocations, in tensors of `rows` x 8."""
+    """The peak of a step's allocations, in tensors of `rows` x 8."""
     module = WideBlocks()
     checkpoint_activations(module, setting)
     x = torch.randn(rows, 8)

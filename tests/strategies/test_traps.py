@@ -256,7 +256,7 @@ def gradient_of_one_element(choice: str) -> tuple[float, float]:
 
 @each_row("name", ddp.CHOICES)
 def test_fewer_elements_than_ranks(ranks: RankPool, name):
-    """Some ranks have no share of the gradients to look at (TRAPS 14). x is 0, 1 and 2 on the three ranks."""
+    """Some ranks have no shard of the gradients (TRAPS 14). x is 0, 1 and 2 on the three ranks."""
     assert ranks.run(3, gradient_of_one_element, name) == [(1.0, 1.0)] * 3
 
 
@@ -265,7 +265,7 @@ def test_fewer_elements_than_ranks(ranks: RankPool, name):
 
 @trap
 def buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: str):
-    """Broadcast at the start, each rank's own within a step, rank 0's again before the next (TRAPS 11, 12)."""
+    """Buffers are broadcast at the start and before each step; within a step each rank has its own (TRAPS 11, 12)."""
     results, expected = (
         ranks.run(2, trained, Case(name, "normed", split=[[[4, 4], [4, 4]]] * 3)) for name in (choice, "pytorch_ddp")
     )
@@ -294,7 +294,7 @@ def loaded_buffers_are_on_every_rank(ranks: RankPool, choice: str):
 
 @trap
 def full_state_continues_elsewhere(ranks: RankPool, choice: str):
-    """Into another choice and another world size, as if nothing had happened (TRAPS 19)."""
+    """Training goes on with another choice and another world size as without a change (TRAPS 19)."""
     models = ("tied", "odd")
     for model in (models[FAMILIES.index(choice) % 2],) if choice in FAMILIES else models:
         candidates = [candidate for candidate in NAMES if (candidate, model) not in REFUSALS]

@@ -87,7 +87,7 @@ class Segments(Blocks):
 
 
 def functional(run: Run, batch: Samples) -> Tensor:
-    """On the module itself, with one parameter replaced."""
+    """Calls the module itself, not the strategy, with one parameter replaced."""
     module = getattr(run, "module", run)
     replaced = {"blocks.1.0.bias": torch.ones(8)}
     return squared_error(lambda x: torch.func.functional_call(module, replaced, (x,)), batch)

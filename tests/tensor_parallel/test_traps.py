@@ -61,7 +61,7 @@ def break_a_gradient(choice: str) -> str:
 
 @each_row("choice", ["tp", "zero3"])
 def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice):
-    """Though no other rank has that part of the model, and its replica has another number."""
+    """Although no other rank has that part of the model, and its replica's gradient is finite."""
     for message in ranks.run(4, break_a_gradient, choice):
         assert "step 0: a gradient is not finite on rank 1;" in message
         assert "no update came before it" in message and "lower --lr" not in message
@@ -125,7 +125,7 @@ def cross_entropy(scale: float, dtype: torch.dtype, vocabulary: int) -> tuple[to
 
 @each_row("world_size, vocabulary", [(2, 10), (3, 10), (4, 5)])
 def test_cross_entropy(ranks: RankPool, world_size, vocabulary):
-    """Also of logits whose exponentials overflow, and over unequal parts."""
+    """Exponentials of some logits overflow, and some parts are unequal."""
     for scale, dtype in ((1.0, torch.float32), (3e4, torch.float32), (5.0, torch.bfloat16)):
         for loss, full_loss, gradient, full_gradient in ranks.run(world_size, cross_entropy, scale, dtype, vocabulary):
             assert torch.allclose(loss, full_loss, rtol=1e-6) and gradient.dtype == dtype

@@ -67,5 +67,5 @@ WRONG = {(case, name) for case in ("data is replaced", *STALE, *BY_RANK) for nam
 
 
 def refusal(name: str, choice: str) -> str | None:
-    """What `choice` must say to the case `name`, if it is listed."""
+    """The error that `choice` must raise for the case `name`; None if it must train it."""
     return next((row.says for row in REFUSALS if name in row.cases and choice in row.choices), None)

@@ -13,7 +13,7 @@ from tests.strategies.cases.case import FEATURES, LoopCase, Run, Samples
 
 @dataclass
 class NestedAnswer:
-    """Not a container that torch knows."""
+    """Its class is no container that torch knows."""
 
     prediction: Tensor
     extras: dict[str, Any]
@@ -84,7 +84,7 @@ def power(run: Run, batch: Samples) -> Tensor:
 
 
 def two_frames(run: Run, batch: Samples) -> Sequence[Tensor] | Tensor:
-    """Of an answer that is a list with a tuple in it. Two of its tensors have no gradient."""
+    """The loss of an answer that is a list with a tuple in it. Two of its tensors have no gradient."""
     (prediction, ids), mean = run(batch.x)
     assert not ids.requires_grad
     return functional.mse_loss(prediction, batch.y) + 0.1 * (mean * prediction).mean()

@@ -44,7 +44,7 @@ def clamps(run: Run, module: nn.Module, step: int):
 
 
 def drops_gradients(run: Run, module: nn.Module, step: int):
-    """By the optimizer's own `zero_grad`, as many scripts do."""
+    """Drops gradients by the optimizer's own `zero_grad`, as many scripts do."""
     getattr(run, "optimizer", module).zero_grad()
 
 
@@ -54,7 +54,7 @@ def replaces_data(run: Run, module: nn.Module, step: int):
 
 
 def loads(run: Run, module: nn.Module, step: int):
-    """Into the module itself."""
+    """Loads a state dict into the module, not through the strategy."""
     torch.manual_seed(9)
     module.load_state_dict(Blocks().state_dict())
 

@@ -150,7 +150,7 @@ def switch(run: Run, module: nn.Module, step: int):
 
 
 def evaluates_with_graph(run: Run, module: nn.Module, step: int):
-    """With the statistics as step `step` has left them, which stay the same."""
+    """Runs forward with a graph in evaluation, which changes no statistics."""
     module.eval()
     run(torch.ones(3, FEATURES))
     module.train()

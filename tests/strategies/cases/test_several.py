@@ -49,7 +49,7 @@ def assert_states(state: State, expected: State):
 
 
 def train(module: nn.Module, steps: range, ranks: Sequence[int]) -> State:
-    """In one process, on the samples of `ranks`."""
+    """Train in one process, on the samples of `ranks`."""
     optimizer = momentum(module.parameters())
     for step in steps:
         x, y = joined(step, ranks)
@@ -136,7 +136,7 @@ def on_two_of_three(choice: str) -> State | str:
 
 @each_row("choice", FAMILIES)
 def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice):
-    """With losses that are means over different numbers of samples."""
+    """Their losses are means over different numbers of samples."""
     module = make_blocks()
     optimizer = momentum(module.parameters())
     for step in range(STEPS):
