@@ -43,7 +43,7 @@ class Everything(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
         hidden = self.first(x)
-        self.norm(hidden.detach())  # only for its statistics: its output would depend on how samples are divided
+        self.norm(hidden.detach())  # only for its statistics, since its output depends on how samples are divided
         for block in self.blocks:
             hidden = torch.tanh(block(self.dropout(hidden)))
         return answer(self.last(hidden) * self.scale, y)
@@ -138,7 +138,7 @@ def straight_and_asked_to_stop(choice: str, folder: Path) -> tuple[dict, dict, i
     """
     straight = fingerprints(*train_to(choice, 8, dropout=0.5))
     changes = {"dropout": 0.5, "checkpoint_every": 100}
-    strategy, result = train_to(choice, 8, folder, asks_in_step=3, resume=AUTO, **changes)  # there is none yet
+    strategy, result = train_to(choice, 8, folder, asks_in_step=3, resume=AUTO, **changes)  # no checkpoint yet
     assert strategy.steps.stops_after == len(result.loss) == strategy.optimizer_steps
     saved = checkpoints_in(folder)
     return straight, fingerprints(*train_to(choice, 8, folder, resume=AUTO, **changes)), len(result.loss), saved[0][0]

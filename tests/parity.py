@@ -180,7 +180,7 @@ class Case:
         if "compress" in self.options:
             return 0.02, 0.02, None
         if dtypes & {"bf16", "bf16-true"}:
-            is_kept = self.optimizer == "sgd" and "bf16-true" not in dtypes  # which rounds each update, too
+            is_kept = self.optimizer == "sgd" and "bf16-true" not in dtypes  # bf16-true rounds each update, too
             return 2**-4, 2**-6, 2**-5 if is_kept else None
         if "fp16" in dtypes:  # pytorch_zero2 with parameters in fp16 is 0.0045 off; cause unknown
             return 2**-7 if "param_dtype" in self.options else 2**-8, 2**-9, 2**-9 if self.optimizer == "sgd" else None

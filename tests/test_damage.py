@@ -76,7 +76,7 @@ def records(folder):
 
     def read():
         doctor(path)
-        read_record(path)  # else nothing is to be compared
+        read_record(path)  # otherwise there is nothing to compare
         for compare in (
             lambda: report_on_choices(folder, "reports", ["pytorch_ddp", "other"], [], FIELDS),
             lambda: report_on_two_runs(path.parent, RUN, OTHER, folder / "reports", FIELDS),
@@ -182,7 +182,7 @@ def test_what_is_damaged_is_read_or_named(name, times, tmp_path, capsys):
             except UserError as error:
                 message = str(error)
         assert time.process_time() - begun < LONGEST_S
-        names = path.name, path.parent.name, "unknown device"  # that a card is `like`
+        names = path.name, path.parent.name, "unknown device"  # a card's `like`
         is_named = any(name in message for name in names)
         assert "\n" not in message and (not message or is_named), message
         outcomes[bool(message)] += 1

@@ -184,7 +184,7 @@ RHYTHM = np.tile([1.0, 1.02, 0.98, 1.01], 11)[:41]
 def timed(choice, seconds, jitter=0.0, steps=41):
     """The record of a run whose steps but the first were timed; `jitter` makes every other batch slower or faster."""
     times = seconds * RHYTHM * (1 + jitter * np.tile([1, 1, 1, 1, -1, -1, -1, -1], 6)[:41])
-    times *= 1 + 1e-8 * (seconds + jitter) * np.arange(41)  # so that no pairs are equal, with which a test takes 1 s
+    times *= 1 + 1e-8 * (seconds + jitter) * np.arange(41)  # no equal pairs, which would make a test take 1 s
     return record_of_eight_steps(choice, seconds) | {"step_time_s": times[:steps].tolist()}
 
 

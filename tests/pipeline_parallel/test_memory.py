@@ -98,7 +98,7 @@ def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule, stages_per
         assert several[-1][1] == 0 and peak == on_paper(lists[rank], adds)
         if schedule in ("gpipe", "1f1b"):
             assert peak == most_in_flight(lists[rank]) * adds[Kind.FORWARD, rank]
-        if rank == 1:  # whose stages are all alike
+        if rank == 1:  # all its stages are alike
             blocks, passes = 2 // stages_per_rank, most_in_flight(lists[1])
             assert adds[Kind.FORWARD, rank] == (blocks + 1) * HIDDEN
             if schedule == "zb-h1":

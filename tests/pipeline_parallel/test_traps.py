@@ -19,7 +19,7 @@ STAGES = [
     in_stages("tp", "pp=2", "deep", "gpipe", precision="fp16", loss_scale=1024.0),
     in_stages("tp", "pp=2", "deep", "zb-h1"),
     in_stages("tp", "pp=2", "deep, normed", "1f1b"),  # buffers see micro-batches in order
-    in_stages("zero1", "pp=2", "deep, normed", "interleaved", activation_checkpointing="block"),  # each of them once
+    in_stages("zero1", "pp=2", "deep, normed", "interleaved", activation_checkpointing="block"),  # each of those once
     in_stages("zero3", "pp=2", "deep", "interleaved", param_dtype="bf16"),  # micro-batches are added up in fp32
     in_stages("tp", "pp=4", "lm, long", "1f1b"),
     in_stages("zero2", "pp=2", "lm, long", "1f1b", precision="bf16"),

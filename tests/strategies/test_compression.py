@@ -37,7 +37,7 @@ def futures_asked_for(case: Case) -> int:
     calls, original = [], dist.Work.get_future
     with mock.patch.object(dist.Work, "get_future", lambda work: [calls.append(work), original(work)][1]):
         trained(case)
-        dist.all_reduce(torch.zeros(1), async_op=True).get_future().wait()  # the mock sees what Python asks for
+        dist.all_reduce(torch.zeros(1), async_op=True).get_future().wait()  # shows that the mock sees a call
     return len(calls) - 1
 
 

@@ -27,7 +27,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "float64": lambda: default_dtype(torch.float64),
-    "another device": lambda: torch.device("meta"),  # as set_default_device: a tensor that lands there has no values
+    "another device": lambda: torch.device("meta"),  # as set_default_device does; a tensor there has no values
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "simple_ddp": [{"compress": "int8"}, {"precision": "fp16", "loss_scale": 16.0}],

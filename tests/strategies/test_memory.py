@@ -78,7 +78,7 @@ def test_sharded(ranks: RankPool, name, mesh, precision):
     case = Case(name, "plain", mesh, {"precision": precision, "bucket_cap_mb": 0.0005}, optimizer="adam")
     parts = case.dims.degrees.get("shard", case.dims.size)
     for rank, memory in enumerate(ranks.run(case.dims.size, at_rest, case)):
-        shards = [4 * -(-sum(sizes) // (4 * parts)) for sizes in memory["flats"]]  # begin at 16 bytes
+        shards = [4 * -(-sum(sizes) // (4 * parts)) for sizes in memory["flats"]]  # of multiples of 16 bytes
         padded, states = sum(shards) * parts, 0
         for sizes, shard in zip(memory["flats"], shards, strict=True):
             start = 0

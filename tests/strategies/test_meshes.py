@@ -69,9 +69,9 @@ LAYERS = [
     layers("zero2", "tp=2", "odd", {}),
     layers("zero3", "dp=2,tp=2", "branching", {}, counted=False),
     layers("tp", "tp=2", "deep", {}),
-    layers("tp", "dp=2,tp=2", "llama", optimizer="adam"),  # whose head all ranks have, so tokens come together before
-    layers("pytorch_tp", "tp=2", "lm, even", {}),  # of layers that divide evenly; others it cannot cut
-    layers("pytorch_tp", "tp=2", "lm, even, six", split="one each"),  # nor other sequences
+    layers("tp", "dp=2,tp=2", "llama", optimizer="adam"),  # all ranks have the head, so tokens are gathered before it
+    layers("pytorch_tp", "tp=2", "lm, even", {}),  # it cuts only layers that divide evenly
+    layers("pytorch_tp", "tp=2", "lm, even, six", split="one each"),  # and only sequences that do
     layers("pytorch_fsdp_tp", "dp=2,tp=2", "lm, even, tied", {}),
     layers("zero3", "tp=2", "lm, llama", AGAIN),
     layers("tp", "tp=2", "lm, gpt2", {"activation_checkpointing": "selective", **TOKENS}),
@@ -94,7 +94,7 @@ STAGES = [
     stages("zero2", "dp=2,pp=2", "lm, long", "zb-h1"),
     stages("zero3", "dp=2,pp=2", "lm, long, tied", "zb-h1"),
     stages("zero3", "dp=2,pp=2", "deep", "interleaved"),
-    stages("tp", "pp=4", "lm, long, tied", "1f1b", FEWER),  # micro-batches than stages
+    stages("tp", "pp=4", "lm, long, tied", "1f1b", FEWER),  # fewer micro-batches than stages
     stages("zero1", "pp=3", "lm, long, tied", "zb-h1", FEWER),
     stages(
         "tp", "pp=2", "lm, long, tied", "interleaved", [[[2]], [[1, 2, 1]], [[2, 2, 2]]]

@@ -195,7 +195,7 @@ def in_ones_hands(choice: str) -> dict[str, str]:
     messages["last has parameters that came into"] = message_of(UnsupportedError, setattr, module, "last", layer)
     messages["blocks.3 has"] = message_of(UnsupportedError, module.blocks.append, new)
     messages["first.weight has"] = message_of(UnsupportedError, setattr, module.first, "weight", new.weight)
-    module.first, module.act = module.first, nn.Tanh()  # nothing is new
+    module.first, module.act = module.first, nn.Tanh()  # no new parameters
     return messages
 
 
@@ -216,7 +216,7 @@ def refuses_given(choice: str) -> dict[str, str]:
 @each_row("choice", FAMILIES)
 def test_what_a_loop_does_to_the_module(ranks: RankPool, choice):
     check_messages(ranks, 2, in_ones_hands, choice)
-    if choice in ("pytorch_zero2", "pytorch_zero3"):  # whose parameters are not there after forward
+    if choice in ("pytorch_zero2", "pytorch_zero3"):  # their parameters are sharded after forward
         return
     if choice != "zero3" and not choice.startswith("pytorch"):
         state, expected = (ranks.run(2, set_by_hand, choice, by_hand)[0] for by_hand in (True, False))

@@ -49,7 +49,7 @@ FACTORS = {
     "exact": list(EXACT),
     "split": ("even", "uneven", "some have none", "own loop"),
     "ranks": ((2, "adam"), (2, "sgd"), (3, "sgd")),  # with sums of three, Adam would magnify rounding too much
-    "bucket_cap_mb": (25.0, 0.0003, 0.00001, "auto"),  # or smaller than most parameters: some hold one that is larger
+    "bucket_cap_mb": (25.0, 0.0003, 0.00001, "auto"),  # small ones hold one parameter, which may be larger
     "groups": (False, True),
     "clip": (None, 0.5),
 }
@@ -97,7 +97,7 @@ def is_taken(choice: str, model: str, rounding: str, exact: str) -> bool:
         refusal
         or (casts(options) and model == "odd")  # computes with fp32 and fp64 at once
         or (is_rounded and (choice, model) in REFUSALS)
-        or (exact == "filled" and model in BRANCHES)  # whose weights decay where gradients are zeros, and not None
+        or (exact == "filled" and model in BRANCHES)  # zeros instead of None for gradients let weights decay
         or (again and is_rounded and model == "out of order")  # docs/how-it-works/memory.md#activation-checkpointing
     )
 
@@ -109,7 +109,7 @@ def is_allowed(row: Row) -> bool:
     choice, exact, split, ranks = (row.get(name, "") for name in ("choice", "exact", "split", "ranks"))
     return not (
         (split == "own loop" and choice.startswith("deepspeed"))
-        or (row.get("model") in WITH_STATISTICS and split not in ("", "even"))  # of more than one sample
+        or (row.get("model") in WITH_STATISTICS and split not in ("", "even"))  # statistics need more than one sample
         or (exact == "early" and row.get("clip"))
         or (row.get("model", "").startswith("llama") and ranks == (2, "adam") and row.get("rounding"))
     )
@@ -190,7 +190,7 @@ ROWS = [
         for optimizer in ("adam", "sgd")
         if choice not in ("pytorch_zero2", "pytorch_zero3")  # FSDP2 must run all units
     ),
-    # The loss is a mean over all targets, of which some micro-batches have one, and others ten.
+    # The loss is a mean over all targets. A micro-batch has from one to ten of them.
     *(
         Case(choice, "lm, gpt2, masked", split="uneven", options={"loss_chunks": 1 + 2 * (n % 2)})
         for n, choice in NUMBERED

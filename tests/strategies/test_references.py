@@ -36,7 +36,7 @@ def refusals(name: str) -> dict[str, str]:
         "non-contiguous parameters": torch.ones(4, 6).t(),
     }
     messages = {text: message_of(UnsupportedError, make, name, with_extra(extra)) for text, extra in extras.items()}
-    # Without our check, an error about placements in the first step. `pytorch_zero1` can do it.
+    # Without the check, FSDP2 fails in the first step, at placements. `pytorch_zero1` can do it.
     adafactor = message_of(UnsupportedError, make, name, build("deep"), torch.optim.Adafactor)
     return messages | {"is not known to work on each element": adafactor}
 

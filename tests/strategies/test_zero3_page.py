@@ -38,7 +38,7 @@ def a_step(choice: str, micro_batches: int) -> tuple[int, int, list[Any]]:
         kinds = (lambda unit: not unit.is_sharded, lambda unit: unit._gathers, flying.__contains__)
         numbers = ([index for index, unit in enumerate(strategy.units, 1) if is_so(unit)] for is_so in kinds)
         full = sum(flat.full.untyped_storage().nbytes() for flat in strategy.flats)
-        received = sum(b.flat.full_bytes for unit in flying for b in unit.buckets if b.in_flight) // 2  # of two ranks
+        received = sum(b.flat.full_bytes for unit in flying for b in unit.buckets if b.in_flight) // 2  # two ranks
         moments.append((at, number, *numbers, full, sum(strategy.memory_breakdown().values()) - at_rest + received))
 
     for number, layer in enumerate(strategy.module.blocks, 1):
