@@ -106,11 +106,10 @@ def is_allowed(row: Row) -> bool:
     levels: list[Any] = [[row[name]] if name in row else list(values) for name, values in FACTORS.items()]
     if not any(is_taken(*combination) for combination in product(*levels[:4])):
         return False
-    choice, exact, split, ranks = (row.get(name, "") for name in ("choice", "exact", "split", "ranks"))
+    choice, split, ranks = (row.get(name, "") for name in ("choice", "split", "ranks"))
     return not (
         (split == "own loop" and choice.startswith("deepspeed"))
         or (row.get("model") in WITH_STATISTICS and split not in ("", "even"))  # statistics need more than one sample
-        or (exact == "early" and row.get("clip"))
         or (row.get("model", "").startswith("llama") and ranks == (2, "adam") and row.get("rounding"))
     )
 
