@@ -8,7 +8,7 @@ from functools import cached_property
 from ddp_lab.doctor.comparison import Divergence, compare
 from ddp_lab.doctor.reading.complaints import Said, read_complaints
 from ddp_lab.doctor.reading.flight_recorder import Dump
-from ddp_lab.doctor.reading.nccl_json import Answer, Timed
+from ddp_lab.doctor.reading.nccl_json import RasAnswer, Timed
 from ddp_lab.doctor.reading.nccl_log import Process, read_processes
 from ddp_lab.doctor.reading.stacks import Stack, stacks_in
 from ddp_lab.doctor.reading.texts import Line, Text
@@ -54,7 +54,7 @@ class Facts:
     machine: Machine | None = None
     runs: list[tuple[str, RunEnd]] = field(default_factory=list)
     slow_pairs: list[str] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[RasAnswer] = field(default_factory=list)
     timed: list[Timed] = field(default_factory=list)
 
     @cached_property

@@ -21,7 +21,7 @@ def ras_counts_differ(facts: Facts) -> Match | None:
     return _of_ras(facts, nccl_json.unequal)
 
 
-def _of_ras(facts: Facts, lines_of: Callable[[nccl_json.Answer], Iterator[Line]]) -> Match | None:
+def _of_ras(facts: Facts, lines_of: Callable[[nccl_json.RasAnswer], Iterator[Line]]) -> Match | None:
     lines = [line for answer in facts.answers for line in lines_of(answer)]
     return Match(lines) if lines else None
 

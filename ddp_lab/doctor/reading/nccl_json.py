@@ -54,7 +54,7 @@ class Communicator(msgspec.Struct):
     missing_ranks: list[MissingRank]
 
 
-class Answer(msgspec.Struct):
+class RasAnswer(msgspec.Struct):
     """`path` is that of the file."""
 
     nccl_version: str
@@ -67,20 +67,20 @@ def is_answer(content: Any) -> bool:
     return isinstance(content, dict) and {"nccl_version", "communicators"} <= content.keys()
 
 
-def read_answer(path: str, content: Any) -> Answer:
+def read_answer(path: str, content: Any) -> RasAnswer:
     """
     Raises:
         UserError: fields are missing or of another type.
     """
     try:
-        answer = msgspec.convert(content, Answer)
+        answer = msgspec.convert(content, RasAnswer)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: not an answer of ncclras in a layout that is known: {error}") from None
     answer.path = path
     return answer
 
 
-def gone(answer: Answer) -> Iterator[Line]:
+def gone(answer: RasAnswer) -> Iterator[Line]:
     """A line for each rank that does not answer."""
     for group in answer.communicators:
         for member in group.missing_ranks:
@@ -88,7 +88,7 @@ def gone(answer: Answer) -> Iterator[Line]:
                 yield Line(answer.path, 0, f"communicator {printable(group.hash)}: {member}")
 
 
-def unequal(answer: Answer) -> Iterator[Line]:
+def unequal(answer: RasAnswer) -> Iterator[Line]:
     """A line for each kind of collective of which the ranks of a communicator have launched different numbers."""
     for group in answer.communicators:
         for kind in dict.fromkeys(name for member in group.ranks for name in member.collective_counts):
@@ -110,7 +110,7 @@ class Header(msgspec.Struct):
     rank: Rank
 
 
-class Collective(msgspec.Struct):
+class CollectivePerformance(msgspec.Struct):
     """`coll_sn` counts the collectives of a kind in the communicator."""
 
     coll: str
@@ -118,12 +118,12 @@ class Collective(msgspec.Struct):
     coll_exec_time_us: int
 
 
-class Entry(msgspec.Struct):
+class InspectorEntry(msgspec.Struct):
     """`metadata` and one of the other two, or it is another file."""
 
     header: Header
     metadata: msgspec.Raw
-    coll_perf: Collective | None = None
+    coll_perf: CollectivePerformance | None = None
     p2p_perf: msgspec.Raw | None = None
 
 
@@ -141,7 +141,7 @@ class Timed(NamedTuple):
 def read_inspector(path: str, content: bytes) -> list[Timed] | None:
     """The collectives in a file; None if its first line is not the Inspector's. Lines that are cut off are left out."""
     timings: list[Timed] = []
-    decoder = msgspec.json.Decoder(Entry)
+    decoder = msgspec.json.Decoder(InspectorEntry)
     for number, line in enumerate(content.splitlines()):
         try:
             entry = decoder.decode(line)
