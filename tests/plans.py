@@ -3,7 +3,7 @@
 from ddp_lab.planner import models
 from ddp_lab.planner.contracts import MemoryCurve, Simulated
 from ddp_lab.planner.costs import hardware
-from ddp_lab.planner.outcome import Outcome
+from ddp_lab.planner.outcome import CaseOutcome
 from ddp_lab.planner.rates import Price
 from ddp_lab.planner.space import Case
 from ddp_lab.runtime.config import RunConfig
@@ -32,4 +32,4 @@ def case(gpus="2xL4", batch=8, price=None, tokens=None, **settings):
 def outcomes_of(price=None, tokens=None, **simulated):
     reason = "this one needs data"
     base = case(price=price, tokens=tokens)
-    return [Outcome(base.but(choice=name), step, "" if step else reason) for name, step in simulated.items()]
+    return [CaseOutcome(base.but(choice=name), step, "" if step else reason) for name, step in simulated.items()]

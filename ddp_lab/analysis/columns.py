@@ -28,7 +28,7 @@ KIND = "KIND"
 
 
 @dataclass(frozen=True)
-class Column:
+class CsvColumn:
     """How a column is shown: `scale` converts the CSV's value to `unit`; `digits` follow the decimal point.
 
     A column without a unit shows its value unchanged. If it has digits, its value is a probability, and one that is
@@ -53,7 +53,7 @@ class Column:
         return f"{number:,.{digits}f}"
 
 
-Columns = dict[str, Column]
+Columns = dict[str, CsvColumn]
 
 
 def _read(tables: dict[str, Any]) -> dict[str, Columns]:
@@ -67,7 +67,7 @@ def _read(tables: dict[str, Any]) -> dict[str, Columns]:
             else:
                 usual = {"label": name.replace("_", " "), "unit": ""}
                 scale = {"scale": MIB} if column.get("unit", "").startswith("MiB") else {}
-                read[table][name] = Column(**{**usual, **scale, **column})
+                read[table][name] = CsvColumn(**{**usual, **scale, **column})
     return read
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.links import LINK_ERROR
 from ddp_lab.planner.model import IMAGES, SAMPLES, TOKENS
-from ddp_lab.planner.outcome import Outcome
+from ddp_lab.planner.outcome import CaseOutcome
 from ddp_lab.planner.rates import best_interval, checkpoint_bytes
 from ddp_lab.planner.search import TIGHT
 from ddp_lab.planner.space import GIB, Case, Space, entrypoints
@@ -35,7 +35,7 @@ UNSURE = "and what the allocator keeps unused is not in the peak"
 # What to take ---------------------------------------------------------------------------------------------------------
 
 
-def equally_fast(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def equally_fast(outcomes: Sequence[CaseOutcome]) -> list[CaseOutcome]:
     """Of those that leave a tenth of the memory free, or if none does, of those that fit, the fastest and those that
     are equally fast."""
     fitting = [outcome for outcome in outcomes if outcome.fits()]
@@ -44,7 +44,7 @@ def equally_fast(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [outcome for outcome in fitting if outcome.step_s <= limit_s]
 
 
-def recommended(outcomes: Sequence[Outcome]) -> Outcome | None:
+def recommended(outcomes: Sequence[CaseOutcome]) -> CaseOutcome | None:
     """Of the equally fast ones, the first of those that leave ample room, if one does without a mesh; if none leaves
     it, the one with the smallest peak. None if none fits."""
     equal = equally_fast(outcomes)
@@ -54,7 +54,7 @@ def recommended(outcomes: Sequence[Outcome]) -> Outcome | None:
     return roomy[0] if roomy else min(equal, key=lambda outcome: outcome.peak_bytes, default=None)
 
 
-def front(outcomes: Sequence[Outcome], best: Outcome) -> list[Outcome]:
+def front(outcomes: Sequence[CaseOutcome], best: CaseOutcome) -> list[CaseOutcome]:
     """The best, and those that no other beats both in speed and in memory to spare, the fastest first."""
     rows, most = [best], -1.0
     for outcome in sorted(outcomes, key=lambda outcome: (outcome.step_s, -outcome.spare_bytes)):
@@ -64,7 +64,7 @@ def front(outcomes: Sequence[Outcome], best: Outcome) -> list[Outcome]:
     return rows[:MOST_ROWS]
 
 
-def reasons(outcomes: Sequence[Outcome], searches: bool = False) -> list[str]:
+def reasons(outcomes: Sequence[CaseOutcome], searches: bool = False) -> list[str]:
     """Which case to take and why, or what is missing."""
     simulated = [outcome for outcome in outcomes if outcome.simulated]
     if not simulated:
@@ -113,7 +113,7 @@ def reasons(outcomes: Sequence[Outcome], searches: bool = False) -> list[str]:
     return sentences
 
 
-def described(outcome: Outcome) -> str:
+def described(outcome: CaseOutcome) -> str:
     """`zero2, 4 micro-batches of 2, recomputation selective`."""
     steps, micro = outcome.case.config.grad_accum_steps, outcome.case.micro_batch_size
     count = f"{steps} micro-batches" if steps > 1 else "one micro-batch"
@@ -121,7 +121,7 @@ def described(outcome: Outcome) -> str:
     return f"{outcome.case.name}, {count} of {micro}, {again}{', compiled' * outcome.case.config.strategy.compile}"
 
 
-def checkpoints(best: Outcome, mtbf_hours: float, gb_per_s: float) -> str:
+def checkpoints(best: CaseOutcome, mtbf_hours: float, gb_per_s: float) -> str:
     """How often to save one, and what that costs."""
     nbytes = checkpoint_bytes(best.case.model, best.case.config.strategy.precision)
     interval_s, share = best_interval(nbytes / gb_per_s / 1e9, mtbf_hours * HOUR_S)
@@ -132,7 +132,7 @@ def checkpoints(best: Outcome, mtbf_hours: float, gb_per_s: float) -> str:
     )
 
 
-def speed(outcome: Outcome) -> str:
+def speed(outcome: CaseOutcome) -> str:
     """Samples or tokens a second, and what all tokens take and cost, if that is asked."""
     figures = rates(outcome.case, outcome.step_s, None)
     throughput = f"{figures['samples_per_second']:,.1f} samples/s"
@@ -197,7 +197,7 @@ def changed(case: Case, changes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
             continue
 
 
-def what_fits(name: str, tried: Sequence[str], outcomes: Sequence[Outcome]) -> str:
+def what_fits(name: str, tried: Sequence[str], outcomes: Sequence[CaseOutcome]) -> str:
     """Which of the changes that were tried make room for what comes nearest."""
     fitting = [
         f"{words} ({gib(outcome.peak_bytes)} at the peak, {outcome.step_s * 1e3:,.1f} ms a step{price_of(outcome)})"
@@ -208,7 +208,7 @@ def what_fits(name: str, tried: Sequence[str], outcomes: Sequence[Outcome]) -> s
     return f"{name} would fit with {any_of}."
 
 
-def price_of(outcome: Outcome) -> str:
+def price_of(outcome: CaseOutcome) -> str:
     """What all tokens cost, or a billion, or samples; empty without a price."""
     figures = rates(outcome.case, outcome.step_s, None)
     if "training_hours" not in figures and "cost_per_billion_tokens" in figures:
@@ -218,7 +218,7 @@ def price_of(outcome: Outcome) -> str:
     return total(figures)
 
 
-def what_is_faster(best: Outcome, tried: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
+def what_is_faster(best: CaseOutcome, tried: Sequence[str], outcomes: Sequence[CaseOutcome]) -> list[str]:
     """Which of the changes that were tried take less time than the recommended case, and fit."""
     faster = [
         f"{words} {outcome.step_s * 1e3:,.1f} ms a step and {gib(outcome.peak_bytes)}"
@@ -262,7 +262,7 @@ def headline(space: Space) -> str:
     )
 
 
-def notes(outcomes: Sequence[Outcome], left_out: Sequence[str]) -> list[str]:
+def notes(outcomes: Sequence[CaseOutcome], left_out: Sequence[str]) -> list[str]:
     """What is not known of a choice, with all choices that it is about, and what is left out."""
     by_note: dict[str, list[str]] = {}
     for outcome in outcomes:

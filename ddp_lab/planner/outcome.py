@@ -29,7 +29,7 @@ STEADY = 0.01
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """The result of one case.
 
     Attributes:
@@ -118,18 +118,18 @@ def extrapolated(low: Simulated, high: Simulated, times: float, parts: bool = Fa
     )
 
 
-def outcome(case: Case) -> Outcome:
+def outcome(case: Case) -> CaseOutcome:
     """Simulate one case. If it cannot be simulated, the outcome has a reason."""
     missing = REGISTRIES[case.entrypoint].missing
     if case.config.choice in missing:
-        return Outcome(case, None, f"not installed; run: {missing[case.config.choice]}")
+        return CaseOutcome(case, None, f"not installed; run: {missing[case.config.choice]}")
     try:
-        return Outcome(case, simulate_step(case))
+        return CaseOutcome(case, simulate_step(case))
     except UserError as error:
-        return Outcome(case, None, str(error))
+        return CaseOutcome(case, None, str(error))
 
 
-Simulate = Callable[[Sequence[Case]], Iterator[Outcome]]
+Simulate = Callable[[Sequence[Case]], Iterator[CaseOutcome]]
 """Gives the outcome of each case, in their order."""
 
 

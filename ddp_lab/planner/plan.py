@@ -15,7 +15,7 @@ from ddp_lab.planner import findings, models
 from ddp_lab.planner.command import AS_THE_RUNNERS, SIZES
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.model import TOKENS, Model
-from ddp_lab.planner.outcome import Outcome, Simulate, simulating
+from ddp_lab.planner.outcome import CaseOutcome, Simulate, simulating
 from ddp_lab.planner.rates import Price, listed_price
 from ddp_lab.planner.search import Search
 from ddp_lab.planner.space import ALONE, SEARCHED, WITH_DIMENSION, Case, Space, filled, on_all_meshes, required
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 def compare_devices(options: argparse.Namespace, console: Console) -> None:
     """What is recommended on each of several clusters, in one table, and the cheapest."""
-    best_on: dict[str, Outcome] = {}
+    best_on: dict[str, CaseOutcome] = {}
     for gpus in options.gpus.split(","):
         space = space_of(argparse.Namespace(**{**vars(options), "gpus": gpus}))
         with simulating(options.jobs) as simulate:
@@ -88,12 +88,12 @@ def compare_devices(options: argparse.Namespace, console: Console) -> None:
 
 def searched(
     search: Search, space: Space, simulate: Simulate, jobs: int | None, console: Console
-) -> tuple[list[Outcome], Outcome | None]:
+) -> tuple[list[CaseOutcome], CaseOutcome | None]:
     """All outcomes, each with a line when it is there, and the recommended one."""
     console.print(findings.headline(space))
     total = None if space.searches or space.any_mesh else len(list(space.roots()))
     of = f"simulating {f'{total} ' if total else ''}strategies for {space.cases[0].model.name}"
-    outcomes: list[Outcome] = []
+    outcomes: list[CaseOutcome] = []
     with long_work(of, total) as tell:
         for outcome in search.run(simulate, jobs or 2):
             outcomes.append(outcome)
@@ -103,7 +103,9 @@ def searched(
     return outcomes, findings.recommended(outcomes)
 
 
-def besides(outcomes: Sequence[Outcome], best: Outcome | None, simulate: Simulate, searches: bool = False) -> list[str]:
+def besides(
+    outcomes: Sequence[CaseOutcome], best: CaseOutcome | None, simulate: Simulate, searches: bool = False
+) -> list[str]:
     """Sentences on what would make the choice fit that comes nearest, and on what the recommended one gives up: the
     same cases with one axis released, simulated."""
     too_large = [outcome for outcome in outcomes if outcome.simulated and not outcome.fits()]
@@ -113,7 +115,7 @@ def besides(outcomes: Sequence[Outcome], best: Outcome | None, simulate: Simulat
     variants = [*smaller, *faster]
     if not variants:
         return []
-    trials: list[Outcome] = []
+    trials: list[CaseOutcome] = []
     with long_work(f"simulating {len(variants)} variant{'s' * (len(variants) > 1)}", len(variants)) as tell:
         for (words, case), outcome in zip(variants, simulate([case for _, case in variants]), strict=True):
             trials.append(outcome)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 
 from ddp_lab.planner.accounting import PRECISIONS, STAGES, state_bytes
-from ddp_lab.planner.outcome import Outcome, Simulate
+from ddp_lab.planner.outcome import CaseOutcome, Simulate
 from ddp_lab.planner.space import GIB, Case, Space
 from ddp_lab.runtime.mesh import CONTEXT, EXPERT, PIPELINE, SHARD, TENSOR
 from pipeline_parallel.actions import Shape
@@ -89,10 +89,10 @@ class Search:
         self._activations: dict[object, tuple[int, float]] = {}  # bytes of a sample, in the largest micro-batch so far
         self._computed: dict[object, tuple[int, float]] = {}  # micro-batches of a step, and seconds of compute at least
         self._without_room: dict[str, float] = {}
-        self.best: Outcome | None = None
+        self.best: CaseOutcome | None = None
         self.left_out: dict[object, str] = {}
 
-    def run(self, simulate: Simulate, at_once: int) -> Iterator[Outcome]:
+    def run(self, simulate: Simulate, at_once: int) -> Iterator[CaseOutcome]:
         """What was simulated, as it is found. `at_once`: cases of a search that are simulated before it goes on."""
         order, simulations, searches = count(), 0, self._space.searches
         roots = self.that_may_fit(list(self._space.roots()))
@@ -171,7 +171,7 @@ class Search:
                 f"{self.best.case.name} takes {self.best.step_s * 1e3:,.0f} ms"
             )
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: CaseOutcome) -> None:
         if outcome.fits(TIGHT) and (self.best is None or outcome.step_s < self.best.step_s):
             self.best = outcome
         case, key, simulated = outcome.case, alike(outcome.case), outcome.simulated
@@ -213,7 +213,7 @@ class Search:
             (candidate for candidate in tried if self.least_peak(candidate) <= candidate.usable_bytes), tried[-1]
         )
 
-    def leaner(self, outcome: Outcome) -> Iterator[Case]:
+    def leaner(self, outcome: CaseOutcome) -> Iterator[Case]:
         """What holds less, one change away: the next level of recomputation (also the next that is compiled alike), and
         the next smaller micro-batch that may fit.
 

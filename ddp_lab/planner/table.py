@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from ddp_lab.analysis.columns import Column, as_table
+from ddp_lab.analysis.columns import CsvColumn, as_table
 from ddp_lab.analysis.metrics.utilization import dtype_of
 from ddp_lab.planner.contracts import COMPONENTS, Costs, Simulated
 from ddp_lab.planner.costs.links import LINK_ERROR
 from ddp_lab.planner.model import IMAGES, SAMPLES
-from ddp_lab.planner.outcome import Outcome
+from ddp_lab.planner.outcome import CaseOutcome
 from ddp_lab.planner.rates import flops_of_a_sample
 from ddp_lab.planner.space import Case
 from ddp_lab.runtime.config import RunConfig
@@ -29,33 +29,37 @@ ALWAYS = ("choice", "task", "model", "global_batch_size", "grad_accum_steps", "p
 """Settings that the command of a run names though they are the runner's defaults."""
 
 
-def gib(label: str, meaning: str) -> Column:
-    return Column(label, "GiB", meaning, GIB, 2)
+def gib(label: str, meaning: str) -> CsvColumn:
+    return CsvColumn(label, "GiB", meaning, GIB, 2)
 
 
 PLAN_COLUMNS = {
-    "gpus": Column("devices", "", "as in --gpus, if it names several"),
-    "choice": Column("strategy", "", "strategy"),
-    "mesh": Column("mesh", "", "ranks by dimension, as in --mesh; none without it"),
-    "entrypoint": Column("entrypoint", "", "script that trains with the strategy"),
-    "micro_batch_size": Column("micro", "batch", "samples in a micro-batch of a rank", 1, 0),
-    "grad_accum_steps": Column("accu-", "mulate", "micro-batches of a rank in a step", 1, 0),
-    "activation_checkpointing": Column("recompute", "", "what is recomputed in backward"),
-    "compile": Column("compile", "", "whether the model's blocks are compiled"),
-    "fits": Column("fits", "", "yes, no, or unknown if the strategy cannot be simulated"),
-    "step_time_ms": Column("step", "ms", "duration of an optimizer step"),
-    "step_time_low_ms": Column("from", "ms", "lower end of the interval in which it should lie"),
-    "step_time_high_ms": Column("to", "ms", "upper end of the same"),
-    "samples_per_second": Column("throughput", "samples/s", "samples of the global batch over the step's duration"),
-    "tokens_per_second": Column("throughput", "tokens/s", "the same in tokens, padding included", 1, 0),
-    "tokens_per_second_per_device": Column("throughput", "tokens/s/GPU", "the same, over the number of devices", 1, 0),
-    "mfu_pct": Column("MFU", "%", "FLOPs of forward and backward, as share of the devices' peak; none without a peak"),
-    "exposed_ms": Column("exposed", "ms", "time of a step in which a rank only waits for communication"),
-    "exposed_pct": Column("exposed", "%", "the same as share of the step"),
-    "cost_per_million_samples": Column("1e6 samples", "$", "of all devices, where samples are images", 1, 2),
-    "cost_per_billion_tokens": Column("1e9 tokens", "$", "of all devices; none without a price", 1, 2),
-    "training_hours": Column("in all", "hours", "time that --tokens take, if the strategy fits; none without it"),
-    "training_cost": Column("in all", "$", "cost of all devices in that time", 1, 0),
+    "gpus": CsvColumn("devices", "", "as in --gpus, if it names several"),
+    "choice": CsvColumn("strategy", "", "strategy"),
+    "mesh": CsvColumn("mesh", "", "ranks by dimension, as in --mesh; none without it"),
+    "entrypoint": CsvColumn("entrypoint", "", "script that trains with the strategy"),
+    "micro_batch_size": CsvColumn("micro", "batch", "samples in a micro-batch of a rank", 1, 0),
+    "grad_accum_steps": CsvColumn("accu-", "mulate", "micro-batches of a rank in a step", 1, 0),
+    "activation_checkpointing": CsvColumn("recompute", "", "what is recomputed in backward"),
+    "compile": CsvColumn("compile", "", "whether the model's blocks are compiled"),
+    "fits": CsvColumn("fits", "", "yes, no, or unknown if the strategy cannot be simulated"),
+    "step_time_ms": CsvColumn("step", "ms", "duration of an optimizer step"),
+    "step_time_low_ms": CsvColumn("from", "ms", "lower end of the interval in which it should lie"),
+    "step_time_high_ms": CsvColumn("to", "ms", "upper end of the same"),
+    "samples_per_second": CsvColumn("throughput", "samples/s", "samples of the global batch over the step's duration"),
+    "tokens_per_second": CsvColumn("throughput", "tokens/s", "the same in tokens, padding included", 1, 0),
+    "tokens_per_second_per_device": CsvColumn(
+        "throughput", "tokens/s/GPU", "the same, over the number of devices", 1, 0
+    ),
+    "mfu_pct": CsvColumn(
+        "MFU", "%", "FLOPs of forward and backward, as share of the devices' peak; none without a peak"
+    ),
+    "exposed_ms": CsvColumn("exposed", "ms", "time of a step in which a rank only waits for communication"),
+    "exposed_pct": CsvColumn("exposed", "%", "the same as share of the step"),
+    "cost_per_million_samples": CsvColumn("1e6 samples", "$", "of all devices, where samples are images", 1, 2),
+    "cost_per_billion_tokens": CsvColumn("1e9 tokens", "$", "of all devices; none without a price", 1, 2),
+    "training_hours": CsvColumn("in all", "hours", "time that --tokens take, if the strategy fits; none without it"),
+    "training_cost": CsvColumn("in all", "$", "cost of all devices in that time", 1, 0),
     "spare_bytes": gib(
         "to spare",
         "memory of a device minus the peak, and on a GPU minus CUDA's and NCCL's; below 0: missing",
@@ -66,7 +70,7 @@ PLAN_COLUMNS = {
         for component, label in COMPONENTS.items()
     },
     "resting_bytes": gib("at rest", "bytes of a rank's tensors between two steps"),
-    "note": Column("note", "", "why a strategy cannot be simulated, or operators without a known cost"),
+    "note": CsvColumn("note", "", "why a strategy cannot be simulated, or operators without a known cost"),
 }
 SHOWN = (
     *("gpus", "choice", "mesh", "micro_batch_size", "grad_accum_steps", "activation_checkpointing", "compile", "fits"),
@@ -96,7 +100,7 @@ def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
     return step - half, step + half
 
 
-def row(outcome: Outcome, flops: float | None = None) -> dict[str, Any]:
+def row(outcome: CaseOutcome, flops: float | None = None) -> dict[str, Any]:
     """What the table says of it; columns as `PLAN_COLUMNS` explains them. `flops`: what a sample takes
     (`rates.flops_of_a_sample`)."""
     case, simulated = outcome.case, outcome.simulated
@@ -158,7 +162,7 @@ def rates(case: Case, step_s: float, flops: float | None) -> dict[str, float]:
     return figures
 
 
-def framed(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+def framed(outcomes: Sequence[CaseOutcome]) -> pd.DataFrame:
     """The table, with those of `PLAN_COLUMNS` that have any value."""
     case = outcomes[0].case
     flops = flops_of_a_sample(case.model, case.sequence_length)

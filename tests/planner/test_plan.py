@@ -17,7 +17,7 @@ from ddp_lab.planner import models, plan
 from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.findings import reasons, recommended
 from ddp_lab.planner.model import Model
-from ddp_lab.planner.outcome import Outcome, simulating
+from ddp_lab.planner.outcome import CaseOutcome, simulating
 from ddp_lab.planner.rates import best_interval, flops_of_a_sample, multiplied
 from ddp_lab.planner.space import REGISTRIES
 from ddp_lab.planner.table import PLAN_COLUMNS, interval, row, runner_command
@@ -161,10 +161,13 @@ def test_what_does_not_fit_says_what_would(peaks, phrases):
     def simulate(cases):
         for point in cases:
             names = {point.config.choice, point.level, str(point.cluster.world_size), f"micro {point.micro_batch_size}"}
-            yield Outcome(point, simulation(90, 0, min(peaks.get(name, 40) for name in names)))
+            yield CaseOutcome(point, simulation(90, 0, min(peaks.get(name, 40) for name in names)))
 
     of = case(batch=16)
-    outcomes = [Outcome(of.but(choice="zero1"), simulation(100, 0, 30)), Outcome(of.but(choice="zero2"), None, "?")]
+    outcomes = [
+        CaseOutcome(of.but(choice="zero1"), simulation(100, 0, 30)),
+        CaseOutcome(of.but(choice="zero2"), None, "?"),
+    ]
     (sentence,) = plan.besides(outcomes, None, simulate)
     assert all(words in sentence for words in phrases)
 
@@ -176,9 +179,9 @@ def test_what_would_be_faster_is_simulated_too():
     def simulate(cases):
         for point in cases:
             precision = point.config.strategy.precision
-            yield Outcome(point, simulation(speeds[precision if precision == "bf16" else point.level], 0, 8))
+            yield CaseOutcome(point, simulation(speeds[precision if precision == "bf16" else point.level], 0, 8))
 
-    blocks = Outcome(case(activation_checkpointing="block", choice="zero1"), simulation(100, 0, 9))
+    blocks = CaseOutcome(case(activation_checkpointing="block", choice="zero1"), simulation(100, 0, 9))
     (sentence,) = plan.besides([blocks], blocks, simulate)
     assert "--precision bf16 60.0 ms" in sentence and "selective 70.0 ms" in sentence and "none" not in sentence
 

@@ -9,7 +9,7 @@ from ddp_lab.planner import command as script
 from ddp_lab.planner import models
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.findings import front, recommended
-from ddp_lab.planner.outcome import Outcome, simulate_step
+from ddp_lab.planner.outcome import CaseOutcome, simulate_step
 from ddp_lab.planner.plan import near
 from ddp_lab.planner.search import Search
 from ddp_lab.planner.simulation.simulate import simulate
@@ -34,7 +34,7 @@ def made_up(cases):
         ms *= 0.9 if point.config.strategy.compile else 1.0
         step = simulation(ms, 0, 1)
         at_peak = {"parameters": (2 if is_sharded else 12) << 30, "activations": int(activations * 2**30)}
-        yield Outcome(point, replace(step, memory=replace(step.memory, at_peak=at_peak)))
+        yield CaseOutcome(point, replace(step, memory=replace(step.memory, at_peak=at_peak)))
 
 
 def space(**axes):
@@ -90,7 +90,7 @@ def test_ways_of_a_mesh():
 def test_the_front_is_what_nothing_beats():
     """The first leaves less than a tenth; the second and third are as fast, and only the third has a mesh."""
     peaks = ((90, 21, None), (100, 10, None), (99, 8, "dp=2,tp=2"), (104, 12, None), (105, 4, None))
-    outcomes = [Outcome(case("4xL4", batch=16, mesh=mesh), simulation(ms, 0, gib)) for ms, gib, mesh in peaks]
+    outcomes = [CaseOutcome(case("4xL4", batch=16, mesh=mesh), simulation(ms, 0, gib)) for ms, gib, mesh in peaks]
     best = recommended(outcomes)
     assert best is outcomes[1] and [outcomes.index(result) for result in front(outcomes, best)] == [1, 2, 4]
     assert recommended(outcomes[:1]) is outcomes[0], "where nothing leaves a tenth"

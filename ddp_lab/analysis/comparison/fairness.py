@@ -9,7 +9,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.field import EVERYTHING, LOSS, TIME, TRACES, TRAFFIC, flag_name
 
 
-class Setting(NamedTuple):
+class RecordedSetting(NamedTuple):
     """A setting in a run record.
 
     Attributes:
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
         return "; ".join(f"{value}: {', '.join(names)}" for value, names in self.values.items())
 
 
-def of_flag(field: Any) -> Setting:
+def of_flag(field: Any) -> RecordedSetting:
     """A flag as a setting. A record older than the flag has its default."""
     shown = {None: "not given", False: "off", True: "on"}
 
@@ -44,11 +44,11 @@ def of_flag(field: Any) -> Setting:
         value = record["config"].get(field.name, field.default)
         return shown[value] if value is None or isinstance(value, bool) else value
 
-    return Setting(value_of, field.metadata["affects"])
+    return RecordedSetting(value_of, field.metadata["affects"])
 
 
-def of_field(name: str, *affects: str) -> Setting:
-    return Setting(lambda record: record.get(name), affects)
+def of_field(name: str, *affects: str) -> RecordedSetting:
+    return RecordedSetting(lambda record: record.get(name), affects)
 
 
 def of_versions(package: str) -> Callable[[dict[str, Any]], Any]:
@@ -72,17 +72,17 @@ SETTINGS = {
     "parameters": of_field("parameters", *EVERYTHING),
     "training-samples": of_field("train_samples", LOSS),
     "held-out-samples": of_field("eval_samples", LOSS),
-    "optimizer": Setting(lambda record: record.get("optimizer", "not recorded"), EVERYTHING),
-    "optimizer-steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),
+    "optimizer": RecordedSetting(lambda record: record.get("optimizer", "not recorded"), EVERYTHING),
+    "optimizer-steps": RecordedSetting(lambda record: len(record["train_loss"]), (LOSS,)),
     "ranks": of_field("world_size", *EVERYTHING),
     "device": of_field("device_name", TIME),
     "backend": of_field("backend", TIME, TRAFFIC),
-    BACKEND_CLASS: Setting(class_of, (TIME,)),
-    "nccl-version": Setting(of_versions("nccl"), (TIME,)),
+    BACKEND_CLASS: RecordedSetting(class_of, (TIME,)),
+    "nccl-version": RecordedSetting(of_versions("nccl"), (TIME,)),
     "host": of_field("host", TIME),
     "threads": of_field("threads", TIME),
-    "scheduling": Setting(lambda record: record.get("scheduling") or "other", (TIME,)),
-    **{f"{package}-version": Setting(of_versions(package), EVERYTHING) for package in PACKAGES},
+    "scheduling": RecordedSetting(lambda record: record.get("scheduling") or "other", (TIME,)),
+    **{f"{package}-version": RecordedSetting(of_versions(package), EVERYTHING) for package in PACKAGES},
 }
 """Where a run record has each setting, and which figures it affects. A flag has its name without dashes."""
 FIELDS = tuple(name for name in SETTINGS if name not in LINKS)

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from ddp_lab.analysis.columns import COLUMNS, Column, print_table
+from ddp_lab.analysis.columns import COLUMNS, CsvColumn, print_table
 from ddp_lab.analysis.comparison.changes import EQUAL, Run, changes
 from ddp_lab.analysis.comparison.choices import last_window
 from ddp_lab.analysis.comparison.fairness import differences as settings_apart
@@ -149,7 +149,7 @@ def print_changes(table: pd.DataFrame, console: Console) -> None:
         baseline=[*map(number, chosen["baseline"], chosen["unit"])],
         run=[*map(number, chosen["run"], chosen["unit"])],
     )
-    columns = COLUMNS["changes"] | {"interval": Column("95 % interval", "", "")}
+    columns = COLUMNS["changes"] | {"interval": CsvColumn("95 % interval", "", "")}
     names = ("figure", "unit", "baseline", "run", "change", "interval", "result")
     print_table(shown, {name: columns[name] for name in names}, ("figure", "unit", "result"), console)
     if len(chosen) < len(table):

@@ -14,7 +14,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from ddp_lab.analysis.columns import Column
+from ddp_lab.analysis.columns import CsvColumn
 from ddp_lab.writing import write_text
 
 SCRIPT = "plotly.min.js"
@@ -52,7 +52,7 @@ def readable(text: str, most: int = LONGEST_TEXT) -> str:
     return UNREADABLE.sub("\ufffd", cut)
 
 
-def cell(name: str, value: Any, column: Column) -> dict[str, Any]:
+def cell(name: str, value: Any, column: CsvColumn) -> dict[str, Any]:
     """A cell of a table: the value as a person reads it, and behind it that of the CSV's column `name`."""
     safe = readable(value) if isinstance(value, str) else value
     return {"name": name, "value": "" if pd.isna(safe) else safe, "shown": column.show(safe)}
@@ -62,14 +62,14 @@ BLANK = {"name": "", "value": "", "shown": ""}
 """A cell where there is nothing to say."""
 
 
-def table(table_id: str, frame: pd.DataFrame, columns: Mapping[str, Column]) -> dict[str, Any]:
+def table(table_id: str, frame: pd.DataFrame, columns: Mapping[str, CsvColumn]) -> dict[str, Any]:
     """What the template needs to show `frame`: its columns that `columns` knows, raw values beside shown ones."""
     names = [name for name in frame.columns if name in columns]
     rows = [[cell(name, row[name], columns[name]) for name in names] for row in frame.to_dict("records")]
     return titled(table_id, [columns[name] for name in names], rows)
 
 
-def titled(table_id: str, columns: Sequence[Column], rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
+def titled(table_id: str, columns: Sequence[CsvColumn], rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Rows of cells with the columns that they show; columns of text are aligned to the left."""
     are_text = [
         any(isinstance(row[place]["value"], str) and row[place]["value"] for row in rows)

@@ -63,7 +63,7 @@ def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
     Raises:
         UserError: two files of one window claim the same rank, or a file's rank is unknown.
     """
-    groups: dict[tuple[str, int], list[_File]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[_RankedFile]] = defaultdict(list)
     without_steps = []
     for path in paths:
         named, match = rank_in_path(path), OWN_NAME.match(path.name)
@@ -71,7 +71,7 @@ def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
         if not match or named is None:
             with suppress(UserError):  # `read_trace` says what is wrong
                 rank, step = peek(path)
-        file = _File(path, (rank, named))
+        file = _RankedFile(path, (rank, named))
         if match:
             groups[match["run_id"], int(match["step"])].append(file)
         elif step is None:
@@ -93,14 +93,14 @@ def rank_in_path(path: Path) -> int | None:
     return None
 
 
-class _File(NamedTuple):
+class _RankedFile(NamedTuple):
     """A trace file, and its rank by each source that may know it, the better source first."""
 
     path: Path
     ranks: tuple[int | None, ...]
 
 
-def _by_rank(files: list[_File]) -> dict[int, Path]:
+def _by_rank(files: list[_RankedFile]) -> dict[int, Path]:
     """Files by rank. The first source counts that knows the rank of every file and gives no rank twice.
 
     A single file of unknown rank is taken for rank 0.

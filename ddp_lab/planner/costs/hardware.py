@@ -56,7 +56,7 @@ class OfLink(msgspec.Struct, forbid_unknown_fields=True):
     source: str
 
 
-class Entry(msgspec.Struct, forbid_unknown_fields=True):
+class DeviceEntry(msgspec.Struct, forbid_unknown_fields=True):
     """A device in a file of its own, with what it is `like` filled in."""
 
     kind: Literal["cuda", "cpu"]
@@ -88,7 +88,7 @@ def entry_of(name: str) -> tuple[str, dict[str, Any]]:
         raise UserError(f"--gpus {name}: must have one table [devices.NAME] alone, as in ddp_lab/planner/hardware.toml")
     ((key, fields),) = devices.items()
     entry = filled(fitted(fields, dict[str, Any], name, "entry of a device"))
-    fitted(entry, Entry, name, "entry of a device")
+    fitted(entry, DeviceEntry, name, "entry of a device")
     compute = entry["efficiency"]["compute"]
     if isinstance(compute, dict) and (missing := [dtype for dtype in entry["flops"] if dtype not in compute]):
         raise UserError(f"{name}: a damaged entry of a device: efficiency.compute: missing {missing[0]}")

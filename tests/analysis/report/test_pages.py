@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from ddp_lab.analysis.columns import Column
+from ddp_lab.analysis.columns import CsvColumn
 from ddp_lab.analysis.comparison.traced import keep
 from ddp_lab.analysis.report.figures import axis_end
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
@@ -100,7 +100,7 @@ def folder(tmp_path_factory):
 
 
 ROWS = pd.DataFrame({"name": ["b", "a", "c", "d"], "size": [9.0, float("nan"), 10.0, 9.0]})
-COLUMNS = {"name": Column("name", "", "who"), "size": Column("size", "MiB", "how much it holds", 0.5)}
+COLUMNS = {"name": CsvColumn("name", "", "who"), "size": CsvColumn("size", "MiB", "how much it holds", 0.5)}
 
 
 @pytest.fixture(scope="module")

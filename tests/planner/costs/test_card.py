@@ -14,7 +14,7 @@ from ddp_lab.planner import command as script
 from ddp_lab.planner import models
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import card, hardware
-from ddp_lab.planner.costs.hardware import Entry, filled, table
+from ddp_lab.planner.costs.hardware import DeviceEntry, filled, table
 from ddp_lab.planner.costs.kernels import SIZES, Sizes, on_memory
 from ddp_lab.planner.outcome import simulate_step
 from ddp_lab.planner.space import Case
@@ -123,7 +123,7 @@ def test_the_link_of_the_ranks_that_measure(ranks: RankPool):
 def test_the_table_has_the_form_of_a_file():
     for key, entry in table()["devices"].items():
         if key != "cpu":  # whose memory is the machine's
-            fitted(filled(entry), Entry, key, "entry")
+            fitted(filled(entry), DeviceEntry, key, "entry")
 
 
 def test_a_file_may_be_like_an_entry(tmp_path):

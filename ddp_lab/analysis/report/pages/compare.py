@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import Column, kind_of, kinds_run
+from ddp_lab.analysis.columns import CsvColumn, kind_of, kinds_run
 from ddp_lab.analysis.comparison.compare import RATIOS, UNKNOWN, columns_of, comparison, standings, unsteady
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, Difference, affected, by_class, class_of
 from ddp_lab.analysis.comparison.outcome import Outcome, as_json, conclude, fastest
@@ -30,8 +30,8 @@ from ddp_lab.collectives.kinds import LABELS
 from ddp_lab.writing import write_text
 
 HOW_IT_WORKS = Path(__file__).parents[4] / "docs" / "how-it-works" / "README.md"
-FIGURE = Column("figure", "", "value of each strategy")
-VALUE = Column("value", "", "value of every strategy")
+FIGURE = CsvColumn("figure", "", "value of each strategy")
+VALUE = CsvColumn("value", "", "value of every strategy")
 
 
 @dataclass(frozen=True)
@@ -197,5 +197,5 @@ def figures(table: pd.DataFrame) -> tuple[dict[str, Any], dict[str, Any]]:
             is_alike = len(rows) > 1 and len({value["value"] for value in values}) == 1
             section, shown = (alike, values[:1]) if is_alike else (differ, values)
             section.append([figure | {"meaning": f"{column.meaning} ({name} in compare.csv)"}, *shown])
-    choices = [Column(row["choice"], "", "") for row in rows]
+    choices = [CsvColumn(row["choice"], "", "") for row in rows]
     return titled("all", [FIGURE, *choices], differ), titled("alike", [FIGURE, VALUE], alike)

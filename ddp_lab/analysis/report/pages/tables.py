@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, Column
+from ddp_lab.analysis.columns import COLUMNS, COMPONENTS, CsvColumn
 from ddp_lab.analysis.mesh import Mesh, in_order
 from ddp_lab.analysis.metrics.exposure import Exposure
 from ddp_lab.analysis.report.page import BLANK, cell, titled
@@ -131,7 +131,7 @@ def audit_table(audit: pd.DataFrame) -> dict[str, Any]:
     """Every check. The unit of the figures differs from row to row."""
     rows = []
     for row in audit.to_dict("records"):
-        of_unit = Column("", row["unit"], "", 1, 0)
+        of_unit = CsvColumn("", row["unit"], "", 1, 0)
         is_figure = dict.fromkeys(("expected", "measured", "difference", "tolerance"), of_unit)
         rows.append([cell(name, row[name], is_figure.get(name, column)) for name, column in COLUMNS["audit"].items()])
     return titled("audit", list(COLUMNS["audit"].values()), rows)
