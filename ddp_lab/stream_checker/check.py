@@ -13,7 +13,7 @@ from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import train
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.strategy import Strategy
-from ddp_lab.stream_checker.device import Counts, Device, pretended_device
+from ddp_lab.stream_checker.device import Counts, CheckedDevice, pretended_device
 from ddp_lab.stream_checker.group import CONFIG, CheckedGroup
 
 RANKS, STEPS = 4, 2
@@ -37,7 +37,7 @@ def check(
         also: Called with the strategy between the first recorded step and the others.
     """
     read_no_masks()
-    device = Device(is_late)
+    device = CheckedDevice(is_late)
     with (
         default_group(CheckedGroup, device, RANKS, 0, CONFIG),
         pretended_device(device),
@@ -66,7 +66,7 @@ def check(
 
 def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int], Batch], micro_batches: int) -> Counts:
     """The counts of a plain training loop on one device, for comparison."""
-    device = Device()
+    device = CheckedDevice()
     with pretended_device(device):
         module = make_module()
         optimizer = adamw(module.parameters())

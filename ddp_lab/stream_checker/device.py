@@ -18,7 +18,7 @@ from ddp_lab.pretended.device import Event, Storages, Streams, pretended_streams
 from ddp_lab.strategy.exchange import Exchange
 from ddp_lab.strategy.modules import tensors_in
 from ddp_lab.strategy.verdict import ReadLater
-from ddp_lab.stream_checker.order import Memory, OrderedStream
+from ddp_lab.stream_checker.order import CheckedMemory, OrderedStream
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = (str(Path(__file__).parent), str(ROOT / "ddp_lab" / "pretended"), str(ROOT / ".venv"))
@@ -56,7 +56,7 @@ class Counts:
     losses: list[float | None] = field(default_factory=list)
 
 
-class Device(TorchDispatchMode):
+class CheckedDevice(TorchDispatchMode):
     """Records while it is the current mode and `is_recording`.
 
     Args:
@@ -70,7 +70,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.is_late, self.is_recording = is_late, False
         self.streams = Streams(OrderedStream(), OrderedStream)
-        self.memory = Memory()
+        self.memory = CheckedMemory()
         self.counts = Counts(self.memory.races)
         self.sent: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
         self._of_host = Storages[bool](lambda _: None)
@@ -148,7 +148,7 @@ def place() -> str:
 
 
 @contextmanager
-def pretended_device(device: Device) -> Iterator[None]:
+def pretended_device(device: CheckedDevice) -> Iterator[None]:
     """Within this context the CPU is a device with streams, and values that are read later are not here yet."""
     plain_begin, plain_list = ReadLater.__init__, Tensor.tolist
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ddp_lab.pretended.group import TIMEOUT, Fill, Group, Work
-from ddp_lab.stream_checker.device import Device, place
+from ddp_lab.stream_checker.device import CheckedDevice, place
 from ddp_lab.stream_checker.order import OrderedStream
 
 CONFIG = "cpu:nccl"
 """Tensors of the pretended device lie on the CPU, and NCCL is said to carry them."""
 
 
-class Flight(Work):
+class CheckedWork(Work):
     """A collective under way in `stream`. `results`: what its outputs hold when they arrive."""
 
     def __init__(
@@ -71,14 +71,14 @@ class CheckedGroup(Group):
         in_flight: The inputs of collectives that nobody has waited for; none of those between hosts.
     """
 
-    def __init__(self, shared: Device, ranks: Sequence[int], rank: int, config: str, name: str) -> None:
+    def __init__(self, shared: CheckedDevice, ranks: Sequence[int], rank: int, config: str, name: str) -> None:
         super().__init__(shared, ranks, rank, config, name)
         self.stream = OrderedStream()
         self.in_flight: list[Sequence[Tensor]] = []
 
     def _issue(
         self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], fill: Fill, opts: Any = None
-    ) -> Flight:
+    ) -> CheckedWork:
         device = self.shared
         with device.on_host():
             results = [output.clone() for output in outputs]
@@ -92,7 +92,7 @@ class CheckedGroup(Group):
             elif any(self.in_flight):
                 device.counts.stalls += 1
             device.memory.access(stream, inputs, outputs, f"{kind} issued at {place()}")
-        flight = Flight(self, stream, inputs if device.is_recording else (), outputs, results)
+        flight = CheckedWork(self, stream, inputs if device.is_recording else (), outputs, results)
         if not is_under_way:
             flight.arrive()
             return flight

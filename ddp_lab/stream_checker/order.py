@@ -53,14 +53,14 @@ class Access(NamedTuple):
 
 
 @dataclass
-class Block:
+class AllocatedBlock:
     """A storage that is alive. `owner`: the stream that it was allocated in."""
 
     owner: OrderedStream
     accesses: list[Access] = field(default_factory=list)
 
 
-class Memory:
+class CheckedMemory:
     """The accesses to all storages that still count.
 
     Attributes:
@@ -69,7 +69,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.races: Counter[str] = Counter()
-        self._blocks = Storages[Block](partial(self._free, origin="the end of its last tensor"))
+        self._blocks = Storages[AllocatedBlock](partial(self._free, origin="the end of its last tensor"))
         self._freed: dict[Stream, list[tuple[str, Access]]] = defaultdict(list)  # by owner
 
     def access(self, stream: OrderedStream, reads: Iterable[Tensor], writes: Iterable[Tensor], origin: str) -> None:
@@ -83,7 +83,7 @@ class Memory:
                     self._record(tensor, new)
 
     def _record(self, tensor: Tensor, new: Access) -> None:
-        block = self._blocks.of(tensor) or self._blocks.add(tensor.untyped_storage(), Block(new.stream))
+        block = self._blocks.of(tensor) or self._blocks.add(tensor.untyped_storage(), AllocatedBlock(new.stream))
         live = []
         for old in block.accesses:
             is_known, either_writes = new.stream.knows(old), new.writes or old.writes
@@ -101,7 +101,7 @@ class Memory:
             self._free(block, origin)
             block.accesses = []
 
-    def _free(self, block: Block, origin: str) -> None:
+    def _free(self, block: AllocatedBlock, origin: str) -> None:
         self._freed[block.owner] += [(origin, access) for access in block.accesses]
 
     def allocated(self, stream: OrderedStream) -> None:
