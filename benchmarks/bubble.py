@@ -28,7 +28,7 @@ from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.analysis.traces.timeline import build_timeline
 from ddp_lab.runtime.cli import at_least
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.groups import from_rank0, host_barrier
 from pipeline_parallel.actions import Shape
@@ -69,7 +69,7 @@ class Block(nn.Module):
 class Chain(nn.Module):
     def __init__(self, seconds: list[float]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(map(Block, seconds))
+        self.blocks = nn.ModuleList(map(TimedBlock, seconds))
 
     def forward(self, hidden: Tensor) -> SimpleNamespace:
         for block in self.blocks:
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     add_flags(parser, ("link",))
     options = parser.parse_args(arguments)
 
-    def measure(config: RunConfig, _: Ranks) -> pd.DataFrame:
+    def measure(config: RunConfig, _: RankContext) -> pd.DataFrame:
         with tempfile.TemporaryDirectory() as folder:
             shared = Path(from_rank0(lambda: folder))
             schedules = [name for name in SCHEDULES if options.slow == 1 or name != "interleaved"]

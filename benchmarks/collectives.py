@@ -31,10 +31,10 @@ from ddp_lab.collectives.kinds import bus_factor
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, at_least, names_of
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.runtime.flags import add_flags
-from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.speed import SimulatedLink
 from ddp_lab.strategy.communication.collectives import all_gather, reduce_scatter
 
 CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -55,7 +55,7 @@ def part_of_rank(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor.chunk(ranks.world_size)[ranks.rank]
 
 
-RESULTS: dict[str, Callable[[Iterable[Tensor], Ranks], Tensor]] = {
+RESULTS: dict[str, Callable[[Iterable[Tensor], RankContext], Tensor]] = {
     "all_reduce": lambda sent, ranks: sum(sent, torch.tensor(0)),
     "all_gather": lambda sent, ranks: torch.cat(list(sent)),
     "reduce_scatter": lambda sent, ranks: part_of_rank(sum(sent, torch.tensor(0)), ranks),
@@ -123,7 +123,7 @@ def sizes(text: str) -> list[int]:
     return sorted(map(int, numbers.values()))
 
 
-def sent_by(rank: int, count: int, dtype: torch.dtype, ranks: Ranks) -> Tensor:
+def sent_by(rank: int, count: int, dtype: torch.dtype, ranks: RankContext) -> Tensor:
     """What a rank sends: whole numbers from 0. Their sum over all ranks is at most `LARGEST_EXACT`, so ranks beyond
     that number send zeros."""
     most = LARGEST_EXACT // ranks.world_size or int(rank < LARGEST_EXACT)
@@ -131,14 +131,14 @@ def sent_by(rank: int, count: int, dtype: torch.dtype, ranks: Ranks) -> Tensor:
     return torch.randint(0, most + 1, (count,), generator=generator, dtype=dtype, device=ranks.device)
 
 
-class Call:
+class TimedCall:
     """A collective on one rank, with its tensors.
 
     Args:
         count: Number of elements, a multiple of the world size.
     """
 
-    def __init__(self, collective: str, count: int, dtype: torch.dtype, ranks: Ranks) -> None:
+    def __init__(self, collective: str, count: int, dtype: torch.dtype, ranks: RankContext) -> None:
         self.issue, self.name, self.ranks = CALLS[collective], collective.removeprefix("sharding."), ranks
         full = torch.zeros(count, dtype=dtype, device=ranks.device)
         part = full.chunk(ranks.world_size)[ranks.rank]
@@ -165,7 +165,7 @@ class Call:
 
 
 def measured(
-    collective: str, type_name: str, size: int, options: argparse.Namespace, ranks: Ranks, control: Any
+    collective: str, type_name: str, size: int, options: argparse.Namespace, ranks: RankContext, control: Any
 ) -> list[Any]:
     """The row of one size, by `COLUMNS`, on every rank. Collective.
 
@@ -178,7 +178,7 @@ def measured(
     """
     dtype, is_cuda = DTYPES[type_name], ranks.device.type == "cuda"
     count = max(size // dtype.itemsize // ranks.world_size, 1) * ranks.world_size
-    call = Call(collective, count, dtype, ranks)
+    call = TimedCall(collective, count, dtype, ranks)
     # warm up
     call.run()
     (estimate,) = seconds_of(call, 1, 1, ranks, control)
@@ -191,7 +191,7 @@ def measured(
     in_a_row = options.in_a_row or (min(max(int(IN_A_ROW_S / estimate), 1), MOST_IN_A_ROW) if is_cuda else 1)
     calls = min(max(int(options.seconds_per_size / estimate / in_a_row), FEWEST_CALLS), MOST_CALLS)
     median, p95 = np.percentile(seconds_of(call, calls, in_a_row, ranks, control), [50, 95]).tolist()
-    size, link = count * dtype.itemsize, Link.parse(options.link)
+    size, link = count * dtype.itemsize, SimulatedLink.parse(options.link)
     busbw = bus_factor(collective.removeprefix("sharding."), ranks.world_size) * size / median / 1e9
     where = [ranks.world_size, ranks.backend, ranks.device.type, link.bits_per_s if link else None]
     return [collective, *where, size, type_name, calls, 1e6 * median, 1e6 * p95, busbw, int(wrong)]
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
     return run_program(partial(measure_all, options), None, **settings)
 
 
-def measure_all(options: argparse.Namespace, _: RunConfig, ranks: Ranks) -> pd.DataFrame:
+def measure_all(options: argparse.Namespace, _: RunConfig, ranks: RankContext) -> pd.DataFrame:
     """Measure what the command line names; on rank 0, write it after every size. Collective.
 
     Raises:

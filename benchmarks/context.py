@@ -20,7 +20,7 @@ from context_parallel.attention import Context
 from context_parallel.ulysses import require_heads
 from ddp_lab.runtime.cli import at_least
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.settings.mesh import CONTEXT_PARALLEL
@@ -43,7 +43,7 @@ def steps_of(attend: Callable[..., Tensor], heads: int, tokens: int, device: tor
     return steps
 
 
-def measured(heads: int, tokens: int, rounds: int, ranks: Ranks) -> pd.DataFrame:
+def measured(heads: int, tokens: int, rounds: int, ranks: RankContext) -> pd.DataFrame:
     """A row for each way. Collective over all ranks.
 
     Raises:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     add_flags(parser, ("device",))
     options = parser.parse_args(arguments)
 
-    def measure(_: RunConfig, ranks: Ranks) -> pd.DataFrame:
+    def measure(_: RunConfig, ranks: RankContext) -> pd.DataFrame:
         return measured(options.heads, options.tokens, options.rounds, ranks)
 
     return run_program(measure, options.csv, device=options.device)

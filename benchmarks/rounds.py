@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks, joined_ranks
+from ddp_lab.runtime.distributed import RankContext, joined_ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.process.environment import silence_libraries
@@ -53,7 +53,9 @@ def print_table(table: pd.DataFrame, csv: Path | None) -> None:
         print(f"table: {csv}")
 
 
-def run_program(measure: Callable[[RunConfig, Ranks], pd.DataFrame | None], csv: Path | None, **settings: Any) -> int:
+def run_program(
+    measure: Callable[[RunConfig, RankContext], pd.DataFrame | None], csv: Path | None, **settings: Any
+) -> int:
     """Measure on ranks with these fields of `RunConfig`; rank 0 prints the table and its notes, and writes it.
 
     Returns:
@@ -81,7 +83,7 @@ def quartiles(values: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def time_rounds(
-    steps: Mapping[str, Steps], rounds: int, ranks: Ranks, clock: Callable[[], float] = time.perf_counter
+    steps: Mapping[str, Steps], rounds: int, ranks: RankContext, clock: Callable[[], float] = time.perf_counter
 ) -> pd.DataFrame:
     """Run all choices in turn, in a new random order each round. Collective.
 

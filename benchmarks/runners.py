@@ -24,7 +24,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.batches import batches_of_steps
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.errors import UserError, require
 from ddp_lab.runtime.loop import train
 from ddp_lab.runtime.profiling.memory import allocations_of, counting_on_all_threads
@@ -126,7 +126,7 @@ class Runner:
     notes: Sequence[str] = ()
 
 
-def make_runner(config: RunConfig, ranks: Ranks) -> Runner:
+def make_runner(config: RunConfig, ranks: RankContext) -> Runner:
     """`config.choice` on one global batch of its workload, the same for every choice."""
     seed_everything(0, rank=0)
     workload = build_workload(config)
@@ -160,7 +160,7 @@ def make_runner(config: RunConfig, ranks: Ranks) -> Runner:
     )
 
 
-def plain_runner(config: RunConfig, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:
+def plain_runner(config: RunConfig, workload: Workload, batches: Sequence[MicroBatch], ranks: RankContext) -> Runner:
     """One of `PLAIN`, as a person writes it by hand."""
     # the model
     name, size = config.choice, ModelSize.of(workload.model)

@@ -45,9 +45,9 @@ from benchmarks.runners import (
 from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import at_least
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks, meshed
+from ddp_lab.runtime.distributed import RankContext, meshed
 from ddp_lab.runtime.flags import add_flags
-from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.speed import SimulatedLink
 
 AS_THE_RUNNERS = (
     *("workload", "global_batch_size", "grad_accum_steps", "depth", "width"),
@@ -90,11 +90,11 @@ def main(arguments: Sequence[str]) -> int:
     return run_program(partial(measure, options), options.csv, **settings)
 
 
-def measure(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> pd.DataFrame:
+def measure(options: argparse.Namespace, config: RunConfig, ranks: RankContext) -> pd.DataFrame:
     """Measure all choices; the table that docs/command-line.md describes (the same on every rank)."""
     with ExitStack() as stack:
         # memory, each choice alone
-        runners, rows, on_meshes, link = {}, [], {None: ranks}, Link.parse(options.link)
+        runners, rows, on_meshes, link = {}, [], {None: ranks}, SimulatedLink.parse(options.link)
         with long_work("measuring memory", len(options.variants), ranks.is_main) as tell:
             for label, fields in options.variants.items():
                 mesh = fields.get("mesh")

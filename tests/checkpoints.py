@@ -14,7 +14,7 @@ from ddp_lab.runtime.build import learning_rates, seed_everything
 from ddp_lab.runtime.checkpoint.manifest import checkpoints_in
 from ddp_lab.runtime.checkpoint.session import Checkpoints
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import TrainingResult, train
 from ddp_lab.runtime.mesh import Mesh

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workload import Workload
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import on_every_rank
 from ddp_lab.runtime.mesh import EXPERT, MeshGroups
@@ -36,7 +36,7 @@ def prepare_device(config: RunConfig, device: torch.device) -> None:
 
 
 def cut_over_ranks(
-    config: RunConfig, workload: Workload, ranks: Ranks, load_parallelize: Callable[[str], Parallelize]
+    config: RunConfig, workload: Workload, ranks: RankContext, load_parallelize: Callable[[str], Parallelize]
 ) -> ModelParallel | None:
     """Cut the workload's model in place, if the mesh says so. Collective."""
     if ranks.groups is None or (ranks.groups.mesh.model_size == 1 and EXPERT not in ranks.groups.mesh.degrees):
@@ -48,7 +48,7 @@ def cut_over_ranks(
 def build_strategy(
     config: RunConfig,
     workload: Workload,
-    ranks: Ranks,
+    ranks: RankContext,
     strategy_class: type[Strategy],
     group: dist.ProcessGroup | None = None,
     model_parallel: ModelParallel | None = None,

@@ -18,7 +18,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import OneRankError, UserError
 from ddp_lab.runtime.groups import host_barrier, on_every_rank, told_through
 from ddp_lab.runtime.link.group import paced_groups
-from ddp_lab.runtime.link.speed import NONE, Link, Nodes
+from ddp_lab.runtime.link.speed import NONE, Nodes, SimulatedLink
 from ddp_lab.runtime.mesh import TENSOR, Mesh, MeshGroups, mesh_groups
 from ddp_lab.runtime.process.launcher import adopt_launcher, local_ranks, require_launcher
 from ddp_lab.runtime.settings.mesh import LEGACY_NCCL, NCCL
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankContext:
     """This process among all. `backend` is as on the command line; `gpu_sharing` as the run record has it."""
 
     rank: int
@@ -127,7 +127,7 @@ def require_own_gpus(gpus: Sequence[str]) -> None:
             )
 
 
-def joined(config: RunConfig) -> Ranks:
+def joined(config: RunConfig) -> RankContext:
     """Make the default process group. Collective."""
     adopt_launcher(os.environ)  # the entrypoints have done it; benchmarks come here first
     require_launcher(os.environ)
@@ -153,7 +153,7 @@ def joined(config: RunConfig) -> Ranks:
     elif rank == 0 and config.share_gpu:
         why = "each rank has a GPU of its own" if device.type == "cuda" else "no GPU here; ranks share the CPU anyway"
         print(f"--share-gpu: {why}", flush=True)
-    return Ranks(rank, size, device, backend, gpu_sharing=sharing)
+    return RankContext(rank, size, device, backend, gpu_sharing=sharing)
 
 
 def meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
@@ -162,7 +162,7 @@ def meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
 
 
 @contextmanager
-def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
+def joined_ranks(config: RunConfig) -> Iterator[RankContext]:
     """Within this context the default process group exists."""
     try:
         ranks = joined(config)
@@ -173,7 +173,7 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
         ) from error
     try:
         nodes = Nodes.of(config.nodes, config.outer_link, ranks.world_size)
-        with paced_groups(Link.parse(config.link), nodes):
+        with paced_groups(SimulatedLink.parse(config.link), nodes):
             yield ranks
             gc.collect()  # a group that Work handles or hooks still hold is not destroyed reliably
             host_barrier()
@@ -183,7 +183,7 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
 
 
 @contextmanager
-def meshed(ranks: Ranks, text: str | None) -> Iterator[Ranks]:
+def meshed(ranks: RankContext, text: str | None) -> Iterator[RankContext]:
     """Within this context `ranks` have the groups of the mesh that `--mesh` names. Collective."""
     if text is None:
         yield ranks

@@ -31,7 +31,7 @@ from ddp_lab.runtime.data.batches import batches_of_steps, collated, planned_ste
 from ddp_lab.runtime.data.lora import save_adapter
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
-from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
+from ddp_lab.runtime.distributed import RankContext, joined_ranks, meshed
 from ddp_lab.runtime.errors import (
     ERROR_FILE,
     AgreedError,
@@ -99,7 +99,7 @@ def run(
 
 def train_and_record(
     config: RunConfig,
-    ranks: Ranks,
+    ranks: RankContext,
     load_strategy: Callable[[str], type[Strategy]],
     so_far: RunSoFar | None = None,
     load_parallelize: Callable[[str], Parallelize] = refuse_tensor_parallelism,

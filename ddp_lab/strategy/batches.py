@@ -95,13 +95,13 @@ class Progress:
 
 PATIENCE_S = 30.0
 
-_places: WeakSet["Place"] = WeakSet()
+_places: WeakSet["TrainingPlace"] = WeakSet()
 _numbers = count()
 _looking = threading.Lock()
 """Held while a thread reads places: an old thread may still run when a new one begins, and a line is printed once."""
 
 
-class Place:
+class TrainingPlace:
     """The place of this rank in the training.
 
     Attributes:

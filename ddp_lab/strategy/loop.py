@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
-from ddp_lab.strategy.batches import Place, Progress, Weighted
+from ddp_lab.strategy.batches import Progress, TrainingPlace, Weighted
 from ddp_lab.strategy.building import autocast, require_none_unfrozen
 from ddp_lab.strategy.exchange import (
     UNKNOWN,
@@ -63,7 +63,7 @@ class Loop(Progress, ABC):
         self._unexplained: set[int] = set()  # gradients that were there before this micro-batch, by their numbers
         self._loss: Tensor | None = None  # this rank's part of the mean over the global batch
         self._unread: tuple[Verdict, Sequence[Weighted] | None] | None = None
-        self._place: Place | None = None  # in a loop of the caller's own
+        self._place: TrainingPlace | None = None  # in a loop of the caller's own
         self._pipeline = model_parallel.pipeline if model_parallel else None
         self._balance = model_parallel.balance if model_parallel else None
         if self._pipeline is not None:
@@ -88,7 +88,7 @@ class Loop(Progress, ABC):
         if self.in_micro_batch:
             raise RuntimeError("micro_batch() within micro_batch(): the one before has not ended")
         last = last and not self._holds_back
-        self._place = self._place or Place(self._strategy.groups.everyone)
+        self._place = self._place or TrainingPlace(self._strategy.groups.everyone)
         with self._abandoning():
             if not self._is_open:
                 self._begin(averages=True)

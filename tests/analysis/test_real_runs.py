@@ -16,7 +16,7 @@ from ddp.simple_ddp_ga import SimpleDDPAccumulated
 from ddp_lab.analysis.metrics.audit import calls_by_step
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.run import train_and_record
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.sequence import recorded_collectives
@@ -27,7 +27,7 @@ TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 80, "eval_s
 
 
 def train(folder: str, choice: str, load, **changes):
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    ranks = RankContext(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     train_and_record(RunConfig.of(**(TINY | changes), choice=choice, output_dir=folder), ranks, load)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.bubble import measured
 from ddp_lab.runtime.link.group import paced_groups
-from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.speed import SimulatedLink
 from pipeline_parallel.schedules import SCHEDULES
 from tests.ranks import RankPool
 
@@ -19,7 +19,7 @@ BUBBLES = {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 1.5 / 9.5, "zb-h1": 1
 
 
 def over_links(*arguments) -> dict[str, Any]:
-    with paced_groups(Link(10**10, 5e-5)):
+    with paced_groups(SimulatedLink(10**10, 5e-5)):
         return measured(*arguments)
 
 

@@ -9,7 +9,7 @@ from benchmarks import rounds
 from benchmarks.strategies import measure, parse
 from ddp_lab.runtime.cli import ROOT
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from tests.checkpoints import here
 from tests.ranks import RankPool
 
@@ -61,7 +61,7 @@ def test_host_time_of_choices(ranks: RankPool):
 def test_a_table_is_shown_and_written(tmp_path, capsys, monkeypatch):
     """Bytes in MiB, and no column without a value."""
     table = pd.DataFrame({"choice": ["zero1"], "peak_bytes": [3 * 2**19], "against": [None]})
-    monkeypatch.setattr(rounds, "joined_ranks", lambda config: nullcontext(Ranks(0, 1, CPU, "gloo")))
+    monkeypatch.setattr(rounds, "joined_ranks", lambda config: nullcontext(RankContext(0, 1, CPU, "gloo")))
     assert rounds.run_program(lambda config, ranks: table, tmp_path / "t.csv") == 0
     assert capsys.readouterr().out.split() == f"choice peak, MiB zero1 1.5 table: {tmp_path / 't.csv'}".split()
     assert pd.read_csv(tmp_path / "t.csv")["peak_bytes"].tolist() == [3 * 2**19]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddp_lab.runtime import share_gpu
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
+from ddp_lab.runtime.distributed import RankContext, joined_ranks, meshed
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh, MeshGroups
 from tests.tables import each_row

@@ -29,7 +29,7 @@ from ddp_lab.runtime.checkpoint.manifest import (
     write_manifest,
 )
 from ddp_lab.runtime.checkpoint.state import states_in
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.writing import sync, written_whole
@@ -44,7 +44,7 @@ class Saver:
     """Saves into a folder, which belongs to this run alone until `close`. Keeps the newest `keep` checkpoints; None:
     all."""
 
-    def __init__(self, folder: Path, ranks: Ranks, in_background: bool, keep: int | None) -> None:
+    def __init__(self, folder: Path, ranks: RankContext, in_background: bool, keep: int | None) -> None:
         self.folder, self._ranks, self._in_background, self._keep = folder, ranks, in_background, keep
         self._lock: IO[bytes] | None = None
         from_rank0(self._claim)

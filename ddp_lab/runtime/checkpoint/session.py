@@ -26,7 +26,7 @@ from ddp_lab.runtime.checkpoint.origin import (
 from ddp_lab.runtime.checkpoint.saver import Saver
 from ddp_lab.runtime.checkpoint.state import describe_groups, fill, manifest_of, tensors_to_save
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import on_every_rank
 from ddp_lab.runtime.loop import TrainingResult
@@ -39,7 +39,7 @@ from ddp_lab.strategy.strategy import Strategy
 class Checkpoints:
     """Finds the checkpoint to resume from when it is created. All its methods but `close` are collective."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks, run_id: str, versions: dict[str, str]) -> None:
+    def __init__(self, config: RunConfig, ranks: RankContext, run_id: str, versions: dict[str, str]) -> None:
         self._ranks, self._run_id, self._versions = ranks, run_id, versions
         self.origin: Origin | None = find_origin(config)
         self.done = self.origin.manifest.step if self.origin else 0

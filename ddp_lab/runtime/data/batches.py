@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workload import Workload
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.batches import StepData
 
@@ -80,13 +80,13 @@ def require_sample_for_each_rank(samples: int, world_size: int) -> None:
 
 
 def batches_of_steps(
-    config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int = 0
+    config: RunConfig, workload: Workload, ranks: RankContext, steps: int, first: int = 0
 ) -> Iterator[StepData]:
     """For each optimizer step from `first` on: this rank's micro-batches on its device, and what they amount to."""
     return copied_ahead(collated(config, workload, ranks, steps, first), ranks.device)
 
 
-def collated(config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int) -> Iterator[StepData]:
+def collated(config: RunConfig, workload: Workload, ranks: RankContext, steps: int, first: int) -> Iterator[StepData]:
     """The same on the CPU."""
     size, steps_done = config.micro_batch_size(ranks.data_size), 0
     for epoch in count():

@@ -34,7 +34,7 @@ from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.link import ledger
 from ddp_lab.runtime.link.delivery import Delivery
 from ddp_lab.runtime.link.ledger import Ledger
-from ddp_lab.runtime.link.speed import Link, Nodes
+from ddp_lab.runtime.link.speed import Nodes, SimulatedLink
 
 
 class PacedGroup(dist.ProcessGroup):
@@ -222,7 +222,7 @@ for _name in NOT_PACED:
 
 
 @contextmanager
-def paced_groups(link: Link | None, nodes: Nodes | None = None) -> Iterator[None]:
+def paced_groups(link: SimulatedLink | None, nodes: Nodes | None = None) -> Iterator[None]:
     """Within this context the default process group, and all that are made of it, are paced; not if `link` is None.
     `nodes` have a link of their own for what goes between them. Collective."""
     inner = dist.group.WORLD
@@ -238,7 +238,7 @@ def paced_groups(link: Link | None, nodes: Nodes | None = None) -> Iterator[None
         replace_default(paced, inner)
 
 
-def shared_ledger(group: dist.ProcessGroup, link: Link, nodes: Nodes | None) -> Ledger:
+def shared_ledger(group: dist.ProcessGroup, link: SimulatedLink, nodes: Nodes | None) -> Ledger:
     """The ledger of the default group's ranks. Collective."""
     path = from_rank0(lambda: ledger.make_file(group.size()))
     try:

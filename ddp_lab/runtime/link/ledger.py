@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from ddp_lab.collectives.kinds import sent_share
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.speed import Link, Nodes
+from ddp_lab.runtime.link.speed import Nodes, SimulatedLink
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def layout(ranks: int) -> np.dtype:
 class Ledger:
     """The ledger in a file of `make_file`: each rank has a link, and with `nodes` a second one."""
 
-    def __init__(self, path: Path, world_size: int, link: Link, nodes: Nodes | None = None) -> None:
+    def __init__(self, path: Path, world_size: int, link: SimulatedLink, nodes: Nodes | None = None) -> None:
         self._link, self._nodes = link, nodes
         self._file = path.open("r+b")
         self._cells: Any = np.ndarray((), layout(world_size), mmap.mmap(self._file.fileno(), 0))
@@ -224,7 +224,7 @@ class Ledger:
         ends = (links[0, leaves_node, sender], links[1, leaves_node, receiver])
         return max(carry(spans, ready, seconds) for spans in ends)
 
-    def _between(self, sender: int, receiver: int) -> Link:
+    def _between(self, sender: int, receiver: int) -> SimulatedLink:
         """The link that leads from one rank of the world to the other."""
         nodes = self._nodes
         return nodes.link if nodes is not None and nodes.are_between(sender, receiver) else self._link

@@ -15,14 +15,14 @@ LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt]?bit)(?:,([0-9]+(?:\.[0-9]+)?)(u
 
 
 @dataclass(frozen=True)
-class Link:
+class SimulatedLink:
     """The link of one rank, `bits_per_s` in each direction at once. `latency_s`: one way, of each message."""
 
     bits_per_s: int
     latency_s: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> "Link | None":
+    def parse(cls, text: str) -> "SimulatedLink | None":
         """The link that `text` names; None for `none`."""
         if text.lower() == NONE:
             return None
@@ -49,12 +49,12 @@ class Nodes:
     """Nodes of `size` neighbouring ranks, of which each has a second link, which leads to the ranks of other nodes."""
 
     size: int
-    link: Link
+    link: SimulatedLink
 
     @classmethod
     def of(cls, count: int | None, outer_link: str | None, world_size: int) -> "Nodes | None":
         """What `--nodes` and `--outer-link` say; None if they say nothing."""
-        link = Link.parse(outer_link or NONE)
+        link = SimulatedLink.parse(outer_link or NONE)
         if count is None or link is None:
             return None
         if world_size % count:
@@ -68,4 +68,4 @@ class Nodes:
 
 def canonical(text: str) -> str:
     """The one way to write a link: `1gbit` for `1000mbit`."""
-    return str(Link.parse(text) or NONE)
+    return str(SimulatedLink.parse(text) or NONE)

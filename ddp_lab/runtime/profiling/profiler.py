@@ -16,7 +16,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.loop import StepFollower
 from ddp_lab.runtime.process.environment import without_marks
@@ -50,7 +50,7 @@ class WindowProfiler(StepFollower):
         config: RunConfig,
         trace_folder: Path,
         run_id: str,
-        ranks: Ranks,
+        ranks: RankContext,
         settle: Callable[[], None],
         settling_steps: int = 0,
     ) -> None:

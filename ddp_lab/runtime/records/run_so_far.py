@@ -27,10 +27,10 @@ from ddp_lab.record_format import (
 from ddp_lab.record_rows import Compiled, Traffic
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.data.workload import Workload
-from ddp_lab.runtime.distributed import Ranks, backend_class
+from ddp_lab.runtime.distributed import RankContext, backend_class
 from ddp_lab.runtime.errors import AgreedError, SequenceError, UserError, tell_torchrun
 from ddp_lab.runtime.groups import gather_objects
-from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.speed import SimulatedLink
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import scheduling
@@ -53,7 +53,7 @@ from ddp_lab.writing import to_json, write_json, write_text
 class Setup(NamedTuple):
     """What is fixed when training begins. `optimizer` is the name of its class; `flops` are of a sample."""
 
-    ranks: Ranks
+    ranks: RankContext
     strategy: Strategy
     optimizer: str
     size: ModelSize
@@ -150,7 +150,7 @@ class RunSoFar:
         result = self.result.whole_steps()
         statistics, has_tokens = self._statistics(), any(result.tokens)
         rate = statistics["samples_per_second"]
-        link = Link.parse(self.config.link)
+        link = SimulatedLink.parse(self.config.link)
         # the machine, the settings, the steps, and what came of them
         record = RunRecord(
             choice=self.config.choice,

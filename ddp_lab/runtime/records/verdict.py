@@ -16,7 +16,7 @@ BUSY = 0.25
 """Of a step, in which a training thread has no core: with more, communication cannot be told from the load."""
 
 
-class Finding(NamedTuple):
+class StepLimit(NamedTuple):
     """`share`: of a step, by which findings are ordered."""
 
     share: float
@@ -35,16 +35,16 @@ def verdict(record: Row) -> list[str]:
     return ["; ".join(finding.text for finding in findings), first.advice]
 
 
-def judged(record: Row, rows: Sequence[Row]) -> list[Finding]:
+def judged(record: Row, rows: Sequence[Row]) -> list[StepLimit]:
     """What limits a step, the largest part first."""
     steps = record["step_time_s"][(record["resumed_from"] or {"step": 0})["step"] :]
     timed = sum(seconds is not None for seconds in steps[max(1, record["settling_steps"]) :])
     if timed < FEWEST_STEPS:
         text = f"unknown: {timed} of {len(steps)} steps are timed, without the first ones and those under the profiler"
-        return [Finding(0, text, "more steps (--max-steps), or --no-profile")]
+        return [StepLimit(0, text, "more steps (--max-steps), or --no-profile")]
     if record["gpu_sharing"]:
         text = "withheld: ranks share a GPU, so times are not those of as many GPUs"
-        return [Finding(0, text, "a GPU for each rank")]
+        return [StepLimit(0, text, "a GPU for each rank")]
     core = max(row["core_s"] / row["step_s"] for row in rows)
     report = "ddp-lab report on the traces" if not record["config"]["no_profile"] else "a run without --no-profile"
     limits = [*late(rows, report), *on_gpu(rows), *on_cpu(rows, core)]
@@ -53,7 +53,7 @@ def judged(record: Row, rows: Sequence[Row]) -> list[Finding]:
         return limits or [nothing(rows, core, report)]
     text = f"withheld: a training thread could run but had no core for {core:.0%} of a step; "
     text += f"the machine is busy, or has too few cores for {len(rows)} ranks"
-    return [Finding(0, text, "again without other programs, or with fewer ranks than cores")]
+    return [StepLimit(0, text, "again without other programs, or with fewer ranks than cores")]
 
 
 def late(rows: Sequence[Row], report: str) -> Iterator[Finding]:
@@ -68,10 +68,10 @@ def late(rows: Sequence[Row], report: str) -> Iterator[Finding]:
     if longer_s >= late_s / 2:
         text += f", and loads data {1000 * longer_s:,.0f} ms longer"
         advice = f"look at the samples and the disk of rank {worst['rank']}"
-    yield Finding((late_s - timed[-2]["late_s"]) / worst["step_s"], text, advice)
+    yield StepLimit((late_s - timed[-2]["late_s"]) / worst["step_s"], text, advice)
 
 
-def on_cpu(rows: Sequence[Row], core: float) -> Iterator[Finding]:
+def on_cpu(rows: Sequence[Row], core: float) -> Iterator[StepLimit]:
     """On a CPU the training thread does all itself, so what it waits for is lost."""
     if rows[0]["device_s"] is not None:
         return
@@ -86,7 +86,7 @@ def on_cpu(rows: Sequence[Row], core: float) -> Iterator[Finding]:
         yield Finding(share(least, "collectives_s"), text, advice)
 
 
-def on_gpu(rows: Sequence[Row]) -> Iterator[Finding]:
+def on_gpu(rows: Sequence[Row]) -> Iterator[StepLimit]:
     """What the host does costs nothing while it must wait for its GPU in each step."""
     if rows[0]["device_s"] is None or min(share(row, "device_s") for row in rows) >= WORTH_NAMING:
         return
@@ -95,18 +95,18 @@ def on_gpu(rows: Sequence[Row]) -> Iterator[Finding]:
         yield loading(rows)
         return
     text = f"host-bound: rank {least['rank']} waits for its GPU only {part(least['device_s'], least)}"
-    yield Finding(1 - share(least, "device_s"), text, "larger micro-batches (--global-batch-size), or --compile")
+    yield StepLimit(1 - share(least, "device_s"), text, "larger micro-batches (--global-batch-size), or --compile")
 
 
-def loading(rows: Sequence[Row]) -> Finding:
+def loading(rows: Sequence[Row]) -> StepLimit:
     """What every rank spends on data; what one spends more makes it late."""
     least = min(rows, key=lambda row: share(row, "data_s"))
     text = f"input-bound: loading data takes {part(least['data_s'], least)}, even on rank {least['rank']}, the quickest"
     advice = "make samples ready before training, and collate cheap: both run on the training thread"
-    return Finding(share(least, "data_s"), text, advice)
+    return StepLimit(share(least, "data_s"), text, advice)
 
 
-def near_limit(memory: Sequence[Row]) -> Iterator[Finding]:
+def near_limit(memory: Sequence[Row]) -> Iterator[StepLimit]:
     """The rank whose memory is nearest to the most that it may hold."""
     usage = {row["rank"]: (row["peak_reserved_bytes"] or row["peak_rss_bytes"], row["limit_bytes"]) for row in memory}
     rank = max(usage, key=lambda member: usage[member][0] / usage[member][1])
@@ -116,7 +116,7 @@ def near_limit(memory: Sequence[Row]) -> Iterator[Finding]:
         advice = (
             "--activation-checkpointing block, smaller micro-batches (--grad-accum-steps), or a strategy that shards"
         )
-        yield Finding(0, text, advice)
+        yield StepLimit(0, text, advice)
 
 
 def nothing(rows: Sequence[Row], core: float, report: str) -> Finding:

@@ -16,9 +16,9 @@ from ddp_lab.analysis.traces.collectives import only_group
 from ddp_lab.analysis.traces.gloo import gloo_collectives
 from ddp_lab.analysis.traces.reading import read_trace
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks, meshed
+from ddp_lab.runtime.distributed import RankContext, meshed
 from ddp_lab.runtime.link.group import paced_groups
-from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.speed import SimulatedLink
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.runtime.run import train_and_record
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
@@ -34,7 +34,7 @@ SIZES, ALIKE = (10, 20, 30), 10
 
 def issued(paced: bool) -> tuple[list[tuple[str, str, float]], str]:
     """Group, kind and bytes of collectives over dp, tp and all ranks, several under way at once; and `only_group`."""
-    with tempfile.TemporaryDirectory() as folder, paced_groups(Link(10**9, 1e-5) if paced else None):
+    with tempfile.TemporaryDirectory() as folder, paced_groups(SimulatedLink(10**9, 1e-5) if paced else None):
         with (
             recorded_collectives(FlightRecorder.create(dist.get_rank())),
             mesh_groups(Mesh.parse("dp=2,tp=2"), "cpu") as groups,
@@ -82,7 +82,7 @@ def train_on_mesh(folder: str, mesh: str, choice: str, **changes):
     settings = {"train_samples": 40, "eval_samples": 8, "global_batch_size": 8}
     settings |= {"sequence_length": 8, "profile_wait": 1, "profile_repeat": 1, "mesh": mesh, "choice": choice}
     rank = dist.get_rank()
-    here = Ranks(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
+    here = RankContext(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
     config = RunConfig.of(**(settings | changes), output_dir=folder)  # type: ignore[arg-type]
     with recorded_collectives(FlightRecorder.create(rank)), meshed(here, mesh) as ranks:
         train_and_record(config, ranks, REGISTRY.load, None, REGISTRY.load_parallelize)

@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_lab.runtime.groups import gather_objects, host_barrier
 from ddp_lab.runtime.link.group import paced_groups
 from ddp_lab.runtime.link.ledger import SLOTS
-from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.speed import SimulatedLink
 from tests.parity import Case, message_of, trained
 from tests.ranks import RankPool
 from tests.tables import each_row
 
 ELEMENTS = 60_000
-SLOW = Link(16 * 10**6, 1e-4)
+SLOW = SimulatedLink(16 * 10**6, 1e-4)
 """120 ms for an all-reduce of so many elements between two ranks."""
 
 
@@ -30,7 +30,7 @@ CHOICES = ("simple_ddp_hook", "bucket_ddp_async", "pytorch_ddp", "zero2", "zero3
 def both_ways(choice: str) -> list[dict[str, Any]]:
     case = Case(choice, split="uneven", optimizer="adam")
     plain = trained(case)
-    with paced_groups(Link(10**9, 1e-5)):
+    with paced_groups(SimulatedLink(10**9, 1e-5)):
         paced = trained(case)
         gc.collect()
     return [plain, paced]
@@ -102,7 +102,7 @@ def test_a_collective_takes_its_time_and_no_cpu(ranks: RankPool, kind):
 
 def many_in_flight() -> tuple[float, float]:
     """Seconds until the last of more all-reduces than a ledger has slots for, and what the link takes for all."""
-    link, message = Link(8 * 10**6), torch.ones(250)
+    link, message = SimulatedLink(8 * 10**6), torch.ones(250)
     with paced_groups(link):
         host_barrier()
         begin = time.monotonic()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ddp_lab.runtime.link import ledger
 from ddp_lab.runtime.link.ledger import Ledger
-from ddp_lab.runtime.link.speed import Link, Nodes
+from ddp_lab.runtime.link.speed import Nodes, SimulatedLink
 from tests.tables import each_row
 
 BITS = 8000
@@ -19,7 +19,7 @@ class Links:
 
     def __init__(self, size, latency_s=0.0, nodes=None):
         path = ledger.make_file(size)
-        self.ledger, self.size = Ledger(path, size, Link(BITS, latency_s), nodes), size
+        self.ledger, self.size = Ledger(path, size, SimulatedLink(BITS, latency_s), nodes), size
         path.unlink()
         self._numbers = itertools.count(1)
         self.group = self.ledger.group("default")
@@ -42,7 +42,7 @@ def test_a_ring_begins_when_the_last_rank_has_issued_it():
     assert links.ends(1, ledger.all_reduce(2, 3000)) == [10.0, 10.0]
 
 
-TWO_NODES = Nodes(2, Link(BITS // 10, 0.5))
+TWO_NODES = Nodes(2, SimulatedLink(BITS // 10, 0.5))
 
 
 def test_what_goes_between_nodes_takes_the_other_link():

@@ -17,7 +17,7 @@ RUN |= {"bucket_cap_mb": 0.1, "link": LINK}
 
 
 def run_over_the_link(settings: dict[str, Any]):
-    with paced_groups(Link.parse(LINK)):
+    with paced_groups(SimulatedLink.parse(LINK)):
         assert run_here(settings) is None
 
 

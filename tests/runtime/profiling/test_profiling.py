@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.distributed import RankContext
 from ddp_lab.runtime.loop import train
 from ddp_lab.runtime.profiling.profiler import WindowProfiler
 from ddp_lab.strategy.batches import StepData
@@ -85,7 +85,7 @@ def test_steps_in_which_a_strategy_settles_are_not_profiled(tmp_path, wait, sett
     config = RunConfig(
         choice="x", profile_wait=wait, profile_warmup=1, profile_active=1, profile_repeat=2, max_steps=expected[-1]
     )
-    ranks = Ranks(0, 1, torch.device("cpu"), "gloo")
+    ranks = RankContext(0, 1, torch.device("cpu"), "gloo")
     with WindowProfiler(config, tmp_path, "run", ranks, lambda: None, settling) as profiler:
         for _ in range(expected[-1]):
             profiler.step()
