@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """The part of a rank's queries that sees anything of another rank's keys, and what it sees: all of these keys.
 
     Attributes:
@@ -37,7 +37,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceLayout:
     """Attributes:
     size: Ranks.
     zigzag: See above.
@@ -72,16 +72,16 @@ class Layout:
             chunks |= dict(zip(numbers, part.chunk(len(numbers), dim), strict=True))
         return torch.cat([chunks[number] for number in range(self.chunks)], dim)
 
-    def block(self, rank: int, source: int, length: int) -> Block | None:
+    def block(self, rank: int, source: int, length: int) -> AttentionBlock | None:
         """What the queries of `rank` see of the keys of `source` under the causal mask; None: nothing.
 
         Args:
             length: Tokens of each rank.
         """
         if rank == source:
-            return Block(0, length, causal=True)
+            return AttentionBlock(0, length, causal=True)
         query_chunks, key_chunks = self.of(rank), self.of(source)
         blind = sum(chunk < key_chunks[0] for chunk in query_chunks)
         visible = sum(chunk < query_chunks[-1] for chunk in key_chunks)
         unit = length // len(query_chunks)
-        return Block(blind * unit, visible * unit) if visible else None
+        return AttentionBlock(blind * unit, visible * unit) if visible else None

@@ -31,7 +31,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
         parts = ModelParallel(groups.model, groups.everyone, {}, groups.tensor)
     context = Context(groups.context, config.context_parallel)
     put_in(module, context)
-    traffic = Traffic(len(attentions(module)), context)
+    traffic = ContextTraffic(len(attentions(module)), context)
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
     return replace(parts, context_size=context.ring.size, context_traffic=traffic, part_of_tokens=context.part)
 
@@ -71,7 +71,7 @@ def put_in(module: nn.Module, context: Context) -> None:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ContextTraffic:
     """What a step sends over `cp`, in so many attentions."""
 
     attentions: int

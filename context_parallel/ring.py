@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from context_parallel.blocks import Kernel, Mask, kernel_for, mask_of
-from context_parallel.layout import Block, Layout
+from context_parallel.layout import AttentionBlock, SequenceLayout
 
 
 class Coming:
@@ -40,7 +40,7 @@ class Ring:
     def __init__(self, group: dist.ProcessGroup, zigzag: bool = False) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.layout = Layout(self.size, zigzag)
+        self.layout = SequenceLayout(self.size, zigzag)
 
     def shift(self, tensor: Tensor) -> Coming:
         """Send a contiguous tensor to the next rank, and receive one like it."""
@@ -63,7 +63,7 @@ class Ring:
 
     def visible_block(
         self, source: int, length: int, documents: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Block, Mask] | None:
+    ) -> tuple[AttentionBlock, Mask] | None:
         """The block of this rank's queries and the keys of `source`; None if it is empty.
 
         Args:

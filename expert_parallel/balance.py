@@ -81,7 +81,7 @@ class Scored(torch.autograd.Function):
         return gradient + (term if mask is None else mask.unsqueeze(1) * term), None
 
 
-class Balance:
+class LoadBalance:
     """The load of all experts, and the term of the loss.
 
     Args:

@@ -29,7 +29,7 @@ Compute = Callable[[Tensor, Sequence[int], Tensor], Tensor]
 the device."""
 
 
-class Exchange(torch.autograd.Function):
+class ExpertExchange(torch.autograd.Function):
     """The first `sent[0]` rows go to rank 0, the next `sent[1]` to rank 1, and so on; what comes is in that order."""
 
     @staticmethod
@@ -72,12 +72,12 @@ def through_experts(
     lengths, arriving = [sum(of_expert) for of_expert in zip(*coming, strict=True)], row_counts[1]
     order = places.argsort(stable=True)
     leaving = as_factor(hidden[order // chosen.shape[1]])
-    arrived = Exchange.apply(leaving, sent, received, group)
+    arrived = ExpertExchange.apply(leaving, sent, received, group)
     size, local_experts = arriving.shape
     numbers = torch.arange(local_experts, device=hidden.device).repeat(size)
     by_expert = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
     outputs = compute(arrived[by_expert], lengths, arriving.sum(0))[by_expert.argsort()]
-    back = Exchange.apply(outputs, received, sent, group)
+    back = ExpertExchange.apply(outputs, received, sent, group)
     rows = torch.empty_like(back).index_copy(0, order, back)
     summed = (rows.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
     return summed.to(hidden.dtype), sum(sent) * hidden.shape[1] * (leaving.itemsize + back.itemsize)

@@ -59,12 +59,12 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, lengths: Sequence[int], counts: Tensor) -> Tensor:
         """(rows, features), the first `lengths[0]` of them for this rank's first expert, and so on. `counts`: these on
         the device."""
-        gate_up, down = (Shared.apply(weight, self._ranks) for weight in (self.gate_up_proj, self.down_proj))
+        gate_up, down = (SharedWeight.apply(weight, self._ranks) for weight in (self.gate_up_proj, self.down_proj))
         gate, up = products(rows, gate_up, lengths, counts).chunk(2, -1)
         return products(self._activation(gate) * up, down, lengths, counts)
 
 
-class Shared(torch.autograd.Function):
+class SharedWeight(torch.autograd.Function):
     """A weight that tokens of so many ranks reach: the gradient has come from all of them, each with its loss as if
     gradients were then averaged over all ranks. They are averaged over fewer, so the sum is divided here."""
 

@@ -20,15 +20,14 @@ from ddp_lab.runtime.settings.mesh import SIGMOID
 from ddp_lab.strategy.account import Collective
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
-from expert_parallel.balance import Balance
+from expert_parallel.balance import LoadBalance
 from expert_parallel.dispatch import Compute, through_experts
 from expert_parallel.experts import Experts
 from expert_parallel.router import Router
 from tensor_parallel.cuts import CutParameters, cut_evenly, cut_in_parts
 from tensor_parallel.parallelize import parallelize as cut_layers
 from tensor_parallel.plan import Column, Plan, Region, Row, Shared, Style, llama, matches, read_plan
-from tensor_parallel.traffic import Place, Precision
-from tensor_parallel.traffic import Traffic as TensorTraffic
+from tensor_parallel.traffic import OperatorPlace, Precision, TensorTraffic
 
 ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
 """Of transformers, that this one stands in for."""
@@ -49,7 +48,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     coefficient = settings.router_aux_loss_coef if settings.output_router_logits and not has_bias else 0.0
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.data)
     settings.output_router_logits = False  # the model's own term sees one rank
-    balance = Balance(coefficient, config.router_bias or 0.0, groups.data)
+    balance = LoadBalance(coefficient, config.router_bias or 0.0, groups.data)
     parameters = CutParameters(dist.get_rank(groups.experts))
     parts, over_tensor, tensor = ModelParallel(groups.experts, groups.everyone, {}, groups.tensor), None, 1
     # other layers over tp
@@ -61,7 +60,7 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
         assert isinstance(layers.traffic, TensorTraffic)
         parts, over_tensor = replace(layers, group=groups.experts), layers.traffic
     # experts and routers of each mixture
-    traffic = Traffic(len(mixtures), groups, balance, over_tensor)
+    traffic = ExpertTraffic(len(mixtures), groups, balance, over_tensor)
     for layer, (name, mixture) in enumerate(mixtures.items()):
         experts, gate = mixture.experts, mixture.gate
         for weight_name, cut in within_each(
@@ -114,7 +113,7 @@ def within_each(name: str, experts: int, inner: int, size: int, tensor: int) -> 
     return {"gate_up_proj": over_both(cut_in_parts(rows, 2)), "down_proj": over_both(columns)}
 
 
-class Traffic:
+class ExpertTraffic:
     """What a step sends over `ep`, and over `tp`.
 
     Args:
@@ -127,7 +126,7 @@ class Traffic:
         self,
         layers: int,
         groups: MeshGroups,
-        balance: Balance,
+        balance: LoadBalance,
         over_tensor: TensorTraffic | None = None,
     ) -> None:
         assert groups.expert is not None
@@ -146,7 +145,7 @@ class Traffic:
         """The experts of a mixture are cut over `tp`, too: hidden states of so many features come and go."""
         assert self._over_tensor is not None
         for places in (self._over_tensor.f, self._over_tensor.g):
-            places.append(Place(f"{name}.experts", features))
+            places.append(OperatorPlace(f"{name}.experts", features))
 
     def __call__(self, micro_batches: int) -> list[Collective]:
         """Rows go there and back in forward and in backward; a rank sends those of its own tokens, and as many as it

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from expert_parallel.balance import Balance
+from expert_parallel.balance import LoadBalance
 
 
 class Router(nn.Module):
@@ -15,7 +15,7 @@ class Router(nn.Module):
         normalizes: Weights of a token's experts are divided by their sum.
         layer: The number of the layer.
         sigmoid: A score is the sigmoid of a logit over the sum of all, instead of their softmax.
-        has_bias: Experts have biases, that `Balance` moves.
+        has_bias: Experts have biases, that `LoadBalance` moves.
     """
 
     bias: Tensor
@@ -26,7 +26,7 @@ class Router(nn.Module):
         top_k: int,
         normalizes: bool,
         layer: int,
-        balance: Balance,
+        balance: LoadBalance,
         sigmoid: bool,
         has_bias: bool,
     ) -> None:

@@ -16,7 +16,7 @@ UNIT_COSTS: Mapping[Kind, float] = {
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PipelineTimeline:
     """A simulated step.
 
     Attributes:
@@ -46,7 +46,7 @@ def run_on_paper(
     shape: Shape,
     costs: Mapping[Kind, float] = UNIT_COSTS,
     factors: Sequence[float] | None = None,
-) -> Timeline:
+) -> PipelineTimeline:
     """Walk all lists as ranks would, which wait only for messages. A ValueError names ranks that wait for ever. `costs`
     are of a pass of a micro-batch through all stages of a rank, `factors` of each stage."""
     remaining, clocks = [deque(actions) for actions in lists], [0.0] * len(lists)
@@ -68,4 +68,4 @@ def run_on_paper(
                 spans[rank].append((action, start, clocks[rank]))
             else:
                 sent[action] = clocks[rank]  # also for a receive, which no action needs
-    return Timeline(spans)
+    return PipelineTimeline(spans)

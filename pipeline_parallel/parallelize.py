@@ -19,13 +19,13 @@ from ddp_lab.strategy.replicated import broadcast_from_rank0
 from ddp_lab.untrusted import settings_in
 from pipeline_parallel.channels import open_channels
 from pipeline_parallel.partition import Split, partition
-from pipeline_parallel.runner import Pipeline
+from pipeline_parallel.runner import PipelineRunner
 from pipeline_parallel.schedules import SCHEDULES
 from pipeline_parallel.stage import Stages
 from pipeline_parallel.tied import shared_of, tie
 from tensor_parallel.parallelize import parallelize_for as cut_layers
 from tensor_parallel.plan import STAGES
-from tensor_parallel.traffic import Traffic
+from tensor_parallel.traffic import TensorTraffic
 
 
 def parallelize_for(
@@ -88,7 +88,7 @@ def cut_into_stages(
     if cut_over_tensor is not None:
         layers = cut_over_tensor()
         chain = [(name, module.get_submodule(name)) for name, _ in chain]  # some have been replaced
-        assert isinstance(layers.traffic, Traffic)
+        assert isinstance(layers.traffic, TensorTraffic)
         layers.traffic.keep([name for (name, _), stage in zip(chain, places, strict=True) if stage in own_stages])
         tokens = layers.traffic.ranks.tokens
     shared = shared_of(chain, places)
@@ -96,7 +96,7 @@ def cut_into_stages(
     channels = open_channels(pipelines_of(groups), device, is_ring, bool(shared), timeout)
     stages = Stages(module, chain, places, own_stages, tokens)
     tied = tie(shared, module, channels, rank, ranks)
-    pipeline = Pipeline(stages, channels, group, SCHEDULES[schedule], stages_per_rank, tied)
+    pipeline = PipelineRunner(stages, channels, group, SCHEDULES[schedule], stages_per_rank, tied)
     aliases = {name: names[0] for names in shared.values() for name in names[1:]}
     return replace(layers, pipeline=pipeline, aliases=aliases)
 

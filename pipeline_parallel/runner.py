@@ -39,7 +39,7 @@ def form_of(batch: Any) -> Hashable:
     return tuple((tensor.dtype, tensor.shape) for tensor in tensors_in(batch))
 
 
-class Pipeline:
+class PipelineRunner:
     """Args:
     group: The ranks of the pipeline, in the order of their stages.
     tied: On the first and the last rank, what these share.
@@ -164,7 +164,7 @@ class Walk:
 
     def __init__(
         self,
-        pipeline: "Pipeline",
+        pipeline: "PipelineRunner",
         batches: Sequence[Batch],
         forward: RunModel,
         loss_of: LossOf,

@@ -21,7 +21,7 @@ from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.modules import tensors_in
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 from pipeline_parallel.parallelize import parallelize_for
-from pipeline_parallel.runner import Pipeline
+from pipeline_parallel.runner import PipelineRunner
 from pipeline_parallel.stage import Stages
 
 SCHEDULES: dict[str, Any] = {
@@ -53,7 +53,7 @@ class StageModule(nn.Module):
 class TorchPipeline:
     """Trains by torch, and evaluates by the hand-written pipeline (`ddp_lab.strategy.model_parallel.Pipeline`)."""
 
-    def __init__(self, by_hand: Pipeline, schedule: str, make_stage: Any) -> None:
+    def __init__(self, by_hand: PipelineRunner, schedule: str, make_stage: Any) -> None:
         self.begin, self.answer, self.agree = by_hand.begin, by_hand.answer, by_hand.agree
         self.expected_traffic = by_hand.expected_traffic  # nothing: it runs no step
         self._schedule = schedule
@@ -92,7 +92,7 @@ class TorchPipeline:
 def cut_by_torch(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
     """Cut `module` as the hand-written pipeline does, and let torch run it."""
     parts, group = parallelize_for(module, config, groups, device), groups.pipeline
-    assert isinstance(parts.pipeline, Pipeline) and group is not None, "the mesh has stages"
+    assert isinstance(parts.pipeline, PipelineRunner) and group is not None, "the mesh has stages"
     for names in parts.aliases.items():
         raise UnsupportedError(f"{' and '.join(names)}: torch's stages share no parameter; untie it, or take tp")
     make = partial(torchs.PipelineStage, num_stages=group.size() * config.stages_per_rank, device=device, group=group)

@@ -38,7 +38,7 @@ from ddp_lab.strategy.modules import ModuleHook
 from sharding.parts.gradient_buckets import ShardedGradientBucket
 from sharding.parts.plan import around_units, plan_units
 from sharding.parts.sharded import ShardedStrategy
-from sharding.parts.unit import Action, Schedule, Unit, tensors_with_gradient
+from sharding.parts.unit import Schedule, Unit, UnitAction, tensors_with_gradient
 
 
 class Zero3(ShardedStrategy):
@@ -74,13 +74,13 @@ class Zero3(ShardedStrategy):
         """What all ranks send in a pass, in this order."""
         stem, head = self.root
         self.last_unit = self.units[-1] if self.units else None
-        self.forward_pass = [Action("unshard", unit) for unit in self.all_units]
-        self.backward_pass = [Action("reduce", head)] if head.buckets else []
+        self.forward_pass = [UnitAction("unshard", unit) for unit in self.all_units]
+        self.backward_pass = [UnitAction("reduce", head)] if head.buckets else []
         for index, unit in reversed([*enumerate(self.units)]):
             if index:
-                self.backward_pass.append(Action("unshard", self.units[index - 1]))
-            self.backward_pass.append(Action("reduce", unit))
-        self.backward_pass += [Action("reduce", stem)] if stem.buckets else []
+                self.backward_pass.append(UnitAction("unshard", self.units[index - 1]))
+            self.backward_pass.append(UnitAction("reduce", unit))
+        self.backward_pass += [UnitAction("reduce", stem)] if stem.buckets else []
 
     def add_hooks(self) -> None:
         self.module.register_forward_pre_hook(ModuleHook(lambda *_: self.before_forward()))

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tensor_parallel.operators import Add, Copy, gathered
-from tensor_parallel.region import Ranks
+from tensor_parallel.region import TensorRanks
 
 
 class RowParallel(nn.Module):
@@ -26,7 +26,7 @@ class RowParallel(nn.Module):
         weight: This rank's part of it, (outputs, inputs); transposed, (inputs, outputs).
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks, transposed: bool) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ranks: TensorRanks, transposed: bool) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
         self._ranks, self.transposed = ranks, transposed
@@ -45,7 +45,7 @@ class RowParallel(nn.Module):
 class VocabularyParallelEmbedding(nn.Embedding):
     """Rows `first` and following of a lookup table. Other tokens give zeros here, and g adds up what ranks found."""
 
-    def __init__(self, table: nn.Embedding, first: int, ranks: Ranks) -> None:
+    def __init__(self, table: nn.Embedding, first: int, ranks: TensorRanks) -> None:
         nn.Module.__init__(self)
         weight = table.weight
         self.num_embeddings, self.embedding_dim = weight.shape

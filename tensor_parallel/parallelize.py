@@ -38,8 +38,8 @@ from tensor_parallel.plan import (
     plan_of,
     read_plan,
 )
-from tensor_parallel.region import Ranks
-from tensor_parallel.traffic import FP32, Place, Precision, Traffic
+from tensor_parallel.region import TensorRanks
+from tensor_parallel.traffic import FP32, OperatorPlace, Precision, TensorTraffic
 
 
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
@@ -67,8 +67,8 @@ def parallelize(
         What a strategy over `groups.data` must know of it.
     """
     require_own_memory(module)
-    ranks = Ranks(groups.tensor, device, sequence_parallel)
-    traffic = Traffic(ranks, device, precision)
+    ranks = TensorRanks(groups.tensor, device, sequence_parallel)
+    traffic = TensorTraffic(ranks, device, precision)
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), group=ranks.group, group_src=0)
     parallelizer = Parallelizer(module, plan, ranks, groups, traffic)
@@ -80,7 +80,9 @@ def parallelize(
 class Parallelizer:
     """Applies a plan. `parameters` are cut then, and `traffic` is what it adds."""
 
-    def __init__(self, module: nn.Module, plan: Plan, ranks: Ranks, groups: MeshGroups, traffic: Traffic) -> None:
+    def __init__(
+        self, module: nn.Module, plan: Plan, ranks: TensorRanks, groups: MeshGroups, traffic: TensorTraffic
+    ) -> None:
         self._module, self._groups, self._ranks, self._traffic = module, groups, ranks, traffic
         self._styles = matched(module, plan)
         self._regions = [name for name, style in self._styles.items() if isinstance(style, Region)]
@@ -116,13 +118,13 @@ class Parallelizer:
                 if ranks.tokens is not None or not style.of_tokens:
                     self._sum_gradients(name, layer, ranks.group)
                 if ranks.tokens is not None and style.merges:
-                    self._traffic.turns.append(Place(name, self._features()))
+                    self._traffic.turns.append(OperatorPlace(name, self._features()))
                     layer.register_forward_hook(ranks.merge_after)
             case Split() if ranks.tokens is not None:
-                self._traffic.turns.append(Place(name, self._features()))
+                self._traffic.turns.append(OperatorPlace(name, self._features()))
                 layer.register_forward_pre_hook(ranks.split, prepend=True, with_kwargs=True)
             case Merge() if ranks.tokens is not None:
-                self._traffic.turns.append(Place(name, self._features()))
+                self._traffic.turns.append(OperatorPlace(name, self._features()))
                 layer.register_forward_pre_hook(ranks.merge, prepend=True, with_kwargs=True)
 
     def _features(self) -> int:
@@ -146,7 +148,7 @@ class Parallelizer:
 
     def _put_f(self, name: str, layer: nn.Module, features: int) -> None:
         """In front of `layer`."""
-        place, ranks = Place(name, features), self._ranks  # a hook that held `self` would keep the whole parameters
+        place, ranks = OperatorPlace(name, features), self._ranks  # a hook that held `self` would keep whole parameters
         self._traffic.f.append(place)
 
         def enter(hidden: Tensor) -> Tensor:
@@ -177,7 +179,7 @@ class Parallelizer:
         cut = cut_evenly(name, "inputs", weight_of(layer).shape[dim], dim, self._ranks.size, style.heads)
         self.parameters.cut(layer, name, "weight", cut)
         bias = layer._parameters["bias"]
-        self._traffic.g.append(Place(name, weight_of(layer).shape[1 - dim]))
+        self._traffic.g.append(OperatorPlace(name, weight_of(layer).shape[1 - dim]))
         if bias is not None and self._ranks.tokens is not None:
             self._traffic.parameters.append((name, self._bytes_of(bias), self._ranks.size))
         self._replace(name, RowParallel(weight_of(layer), bias, self._ranks, transposed))
@@ -185,7 +187,7 @@ class Parallelizer:
     def _cut_embedding(self, name: str, layer: nn.Embedding) -> None:
         cut = cut_evenly(name, "rows", len(layer.weight), 0, self._ranks.size)
         self.parameters.cut(layer, name, "weight", cut)
-        self._traffic.sums.append(Place(name, layer.embedding_dim))
+        self._traffic.sums.append(OperatorPlace(name, layer.embedding_dim))
         first = cut.ranges[self._ranks.rank][0][0]
         self._replace(name, VocabularyParallelEmbedding(layer, first, self._ranks))
 
@@ -193,7 +195,7 @@ class Parallelizer:
         ranks = self._ranks
         cut = cut_evenly(name, "entries", len(weight_of(layer)), 0, ranks.size)
         merges = any(isinstance(style, Shared) and style.merges for style in self._styles.values())
-        place = Place(name, weight_of(layer).shape[1], is_whole=merges)
+        place = OperatorPlace(name, weight_of(layer).shape[1], is_whole=merges)
         self._traffic.f.append(place)
         self._traffic.losses.append(place)
         self.parameters.cut(layer, name, "weight", cut)

@@ -13,7 +13,7 @@ from tensor_parallel.randomness import OwnRandomNumbers
 from tensor_parallel.sequence import Tokens
 
 
-class Ranks:
+class TensorRanks:
     """Attributes:
     tokens: With sequence parallelism; else None.
     random: Draws different numbers on each rank within a region.

@@ -5,8 +5,8 @@ of all samples are laid end to end, padded to a multiple of the ranks, and cut: 
 becomes (1, tokens / N, features). Gathered tokens are then contiguous, without a transpose. Attention and the head get
 the tokens of all ranks in the old shape, the MLP needs no shape.
 
-`Split` is in front of the first block. `Gather` and `Scatter` are around each region (`tensor_parallel.operators`).
-Behind the last norm, the head is a region too, or `Merge` stands in front of what all ranks compute alike.
+`SplitTokens` precedes the first block. `Gather` and `Scatter` are around each region (`tensor_parallel.operators`).
+Behind the last norm, the head is a region too, or `MergeTokens` stands in front of what all ranks compute alike.
 """
 
 from operator import attrgetter
@@ -21,7 +21,7 @@ from ddp_lab.strategy.modules import tensors_in
 from tensor_parallel.operators import Gather, Scatter, own_part
 
 
-class Split(Scatter):
+class SplitTokens(Scatter):
     """Where sequence parallelism begins: this rank's part of tokens that all ranks have alike, so there is nothing to
     add up. Backward is that of `Scatter`: all need the gradient of all tokens."""
 
@@ -31,7 +31,7 @@ class Split(Scatter):
         return own_part(whole, group).clone()
 
 
-class Merge(Gather):
+class MergeTokens(Gather):
     """Where it ends, in front of what all ranks compute alike. All make the same gradient of all tokens, so each keeps
     that of its own, and there is nothing to add up."""
 
@@ -58,7 +58,7 @@ class Tokens:
     def split(self, hidden: Tensor) -> Tensor:
         """(batch, sequence, features) of which all ranks have the same, to (1, tokens of this rank, features)."""
         self._shape = hidden.shape[0], hidden.shape[1]
-        return Split.apply(self._padded(hidden), self._group)[None]
+        return SplitTokens.apply(self._padded(hidden), self._group)[None]
 
     def gather(self, hidden: Tensor) -> Tensor:
         """The tokens of all ranks, in front of a region, (batch, sequence, features)."""
@@ -67,7 +67,7 @@ class Tokens:
     def merge(self, hidden: Tensor) -> Tensor:
         """The same, in front of what all ranks compute alike."""
         self.is_merged = True
-        return self._whole(Merge.apply(hidden[0], self._group))
+        return self._whole(MergeTokens.apply(hidden[0], self._group))
 
     def scatter(self, terms: Tensor) -> Tensor:
         """Behind a region: the sum over ranks of (batch, sequence, features), to (1, tokens of this rank, features)."""

@@ -15,7 +15,7 @@ from ddp_lab.strategy.building import AUTOCAST, DTYPES
 from ddp_lab.strategy.communication.collectives import expected_all_gathers, expected_reduce_scatters
 from tensor_parallel import cross_entropy
 from tensor_parallel.plan import enclosing
-from tensor_parallel.region import Ranks
+from tensor_parallel.region import TensorRanks
 from tensor_parallel.sequence import padded
 
 
@@ -36,7 +36,7 @@ FP32 = Precision()
 
 
 @dataclass
-class Place:
+class OperatorPlace:
     """f or g somewhere in the model, over hidden states of so many features.
 
     Attributes:
@@ -50,7 +50,7 @@ class Place:
     is_whole: bool = False
 
 
-class Traffic:
+class TensorTraffic:
     """The operators of a model, which the parallelizer fills in.
 
     Attributes:
@@ -63,13 +63,13 @@ class Traffic:
         parameters: Behind an f of their own: the module of each, its bytes, and the ranks that add them up.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, precision: Precision) -> None:
+    def __init__(self, ranks: TensorRanks, device: torch.device, precision: Precision) -> None:
         self.ranks, self._device, self.precision = ranks, device, precision
-        self.f: list[Place] = []
-        self.g: list[Place] = []
-        self.sums: list[Place] = []
-        self.turns: list[Place] = []
-        self.losses: list[Place] = []
+        self.f: list[OperatorPlace] = []
+        self.g: list[OperatorPlace] = []
+        self.sums: list[OperatorPlace] = []
+        self.turns: list[OperatorPlace] = []
+        self.losses: list[OperatorPlace] = []
         self.parameters: list[tuple[str, int, int]] = []
 
     def keep(self, modules: Sequence[str]) -> None:

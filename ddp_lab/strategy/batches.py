@@ -141,7 +141,7 @@ class TrainingPlace:
 
 
 def warning_of(places: Sequence[tuple[int, ...]]) -> str:
-    """A warning of the slowest rank, by each rank's `Place.at`; empty if all are in the same place."""
+    """A warning of the slowest rank, by each rank's `TrainingPlace.at`; empty if all are in the same place."""
     last, first = min(places), max(places)
     if last == first:
         return ""

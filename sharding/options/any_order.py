@@ -29,10 +29,10 @@ from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gra
 from ddp_lab.strategy.modules import ModuleHook, find_blocks, tensors_in
 from ddp_lab.strategy.strategy import Strategy
 from sharding.options.order import DIFFERS, ExecutionOrder, in_backward
-from sharding.options.units import Block, Embeddings
+from sharding.options.units import BlockUnit, Embeddings
 from sharding.parts.gradient_buckets import ShardedGradientBucket
 from sharding.parts.plan import find_embeddings
-from sharding.parts.unit import Action, Unit, tensors_with_gradient
+from sharding.parts.unit import Unit, UnitAction, tensors_with_gradient
 from sharding.zero3 import Zero3
 
 
@@ -45,8 +45,8 @@ class Zero3InAnyOrder(Zero3):
     forwards: Forward passes of this micro-batch, with a graph.
     """
 
-    unit_type = Block
-    units: list[Block]  # type: ignore[assignment]
+    unit_type = BlockUnit
+    units: list[BlockUnit]  # type: ignore[assignment]
     in_forward = meets = in_backward = drops_gradients = False
     forwards = 0
 
@@ -78,10 +78,10 @@ class Zero3InAnyOrder(Zero3):
     def plan_passes(self) -> None:
         runs, heads = self.order.runs, self.order.heads
         self.last_unit = runs[-1][-1] if runs else None
-        self.forward_pass = [Action("unshard", unit) for unit in (self.embeddings, *self.root, *self.units)]
+        self.forward_pass = [UnitAction("unshard", unit) for unit in (self.embeddings, *self.root, *self.units)]
         other_units = [self.embeddings, *(unit for unit in self.root if unit not in heads)]
         head_reductions, other_reductions = (
-            [Action("reduce", unit) for unit in units if unit.buckets] for units in (heads, other_units)
+            [UnitAction("reduce", unit) for unit in units if unit.buckets] for units in (heads, other_units)
         )
         self.backward_pass = [*head_reductions, *in_backward(runs), *other_reductions]
 
@@ -111,7 +111,7 @@ class Zero3InAnyOrder(Zero3):
             unit.begin_forward()
         super().before_forward()  # issues the embeddings' all-gather before that of the root
 
-    def before_unit(self, unit: Block, *inputs: Any) -> None:  # type: ignore[override]
+    def before_unit(self, unit: BlockUnit, *inputs: Any) -> None:  # type: ignore[override]
         unit.before_module(inputs[1:], self.in_backward, self.go_on)
         if self.in_backward:  # an activation checkpoint computes its block again
             self.before_backward(unit)
@@ -123,7 +123,7 @@ class Zero3InAnyOrder(Zero3):
         self.order.begin(unit)
         self.schedule.unshard(*self.units[index + 1 : index + 2])  # prefetch
 
-    def after_unit(self, unit: Block, _: nn.Module, inputs: Any, output: Any) -> None:  # type: ignore[override]
+    def after_unit(self, unit: BlockUnit, _: nn.Module, inputs: Any, output: Any) -> None:  # type: ignore[override]
         if not self.in_backward:
             unit.running -= 1
         is_called = self.in_forward or torch._C._current_graph_task_id() != -1
@@ -159,7 +159,7 @@ class Zero3InAnyOrder(Zero3):
             self.last_unit.reshard()
             self.last_unit.unshard()
 
-    def unshard_out_of_turn(self, unit: Block) -> None:  # type: ignore[override]
+    def unshard_out_of_turn(self, unit: BlockUnit) -> None:  # type: ignore[override]
         """Start to gather `unit`, which the schedule has issued before.
 
         Raises:
@@ -183,7 +183,7 @@ class Zero3InAnyOrder(Zero3):
                 "and as often, or take zero2"
             )
 
-    def meet(self, own_unit: Block | None) -> list[Block]:
+    def meet(self, own_unit: BlockUnit | None) -> list[BlockUnit]:
         """Gather the units that any rank needs now. Returns them: none if all ranks are at the end."""
         numbers = [-1] * dist.get_world_size(self.process_group)
         number = -1 if own_unit is None else self.units.index(own_unit)
@@ -204,7 +204,7 @@ class Zero3InAnyOrder(Zero3):
         if self.drops_gradients or self.forwards > 1 or self.order.differs:
             actions = sorted(actions, key=lambda action: action.kind != "unshard")
         if self.drops_gradients:
-            actions = [Action("reshard", unit) if kind == "reduce" else Action(kind, unit) for kind, unit in actions]
+            actions = [UnitAction("reshard" if kind == "reduce" else kind, unit) for kind, unit in actions]
         self.schedule.begin(actions)
         self.begun_with, self.autograd_passes = len(actions), set[int]()
 

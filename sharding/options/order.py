@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils import checkpoint
 
 from ddp_lab.strategy.modules import ModuleHook
-from sharding.options.units import Block
-from sharding.parts.unit import Action, Unit
+from sharding.options.units import BlockUnit
+from sharding.parts.unit import Unit, UnitAction
 
 Run = tuple[int, int | None]
 """The index of a unit, and the number of the outermost activation checkpoint around it."""
@@ -45,12 +45,12 @@ class ExecutionOrder:
         differs: Ranks run the same units in different orders, or a different number of times.
     """
 
-    def __init__(self, module: nn.Module, root: Sequence[Unit], units: Sequence[Block]) -> None:
+    def __init__(self, module: nn.Module, root: Sequence[Unit], units: Sequence[BlockUnit]) -> None:
         self._module, self._root, self._units = module, root, list(units)
         self.is_agreed = self.differs = False
         self.runs, self.heads = [[unit] for unit in units], list[Unit]()
         self._agreed: list[int] = []
-        self._visits_needed: dict[Block, float] = dict.fromkeys(units, 1)
+        self._visits_needed: dict[BlockUnit, float] = dict.fromkeys(units, 1)
         self._checkpoint: FrameType | None = None
         self._checkpoints = 0
         self._ran: list[tuple[nn.Module, int | None]] = []
@@ -62,15 +62,15 @@ class ExecutionOrder:
 
     def begin_forward(self) -> None:
         self._ran.clear()
-        self._visits: defaultdict[Block, int] = defaultdict(int)
-        self.latest: Block | None = None
+        self._visits: defaultdict[BlockUnit, int] = defaultdict(int)
+        self.latest: BlockUnit | None = None
 
-    def begin(self, unit: Block) -> None:
+    def begin(self, unit: BlockUnit) -> None:
         """A module of `unit` runs next."""
         self._visits[unit] += unit is not self.latest
         self.latest = unit
 
-    def is_over(self, unit: Block) -> bool:
+    def is_over(self, unit: BlockUnit) -> bool:
         """Whether `unit` may be freed when a later one runs.
 
         Before the ranks agree, one that was passed over may still run. Afterwards, not before it has run as often as
@@ -111,12 +111,12 @@ class ExecutionOrder:
         self.heads = [self._root[index] for index in forward_passes[0][1]]
         return any(saved for *_, saved in forward_passes)
 
-    def following(self, unit: Block) -> str:
+    def following(self, unit: BlockUnit) -> str:
         """The name of what runs after `unit` as agreed."""
         position = len(self._agreed) - self._agreed[::-1].index(self._units.index(unit))
         return self.name(self._units[self._agreed[position]]) if position < len(self._agreed) else "the end of forward"
 
-    def name(self, unit: Block) -> str:
+    def name(self, unit: BlockUnit) -> str:
         return next(name for name, module in self._module.named_modules() if module in unit.modules)
 
     def _heads(self) -> list[int]:
@@ -190,7 +190,7 @@ def joined(merged: Sequence[int], orders: Sequence[Sequence[Run]]) -> list[list[
     return parts
 
 
-def in_backward(runs: Sequence[Sequence[Unit]]) -> list[Action]:
+def in_backward(runs: Sequence[Sequence[Unit]]) -> list[UnitAction]:
     """The actions of backward after a forward pass in the order of `runs` (`ExecutionOrder.runs`). The last unit stays
     whole.
 
@@ -198,16 +198,16 @@ def in_backward(runs: Sequence[Sequence[Unit]]) -> list[Action]:
     its earliest run: forward runs 1, 2, 1 give unshard 2, reduce 2, reduce 1. Where a checkpoint goes around units k to
     m, backward runs them forwards first: unshard k, ..., m; reduce m, ..., k.
     """
-    actions: list[Action] = []
-    latest: list[Action] = []
+    actions: list[UnitAction] = []
+    latest: list[UnitAction] = []
     whole = {runs[-1][-1]} if runs else set()
     for index, part in reversed(list(enumerate(runs))):
-        unshards = [Action("unshard", unit) for unit in dict.fromkeys(part) if unit not in whole]
+        unshards = [UnitAction("unshard", unit) for unit in dict.fromkeys(part) if unit not in whole]
         whole.update(part)
         actions += [*unshards[:1], *latest, *unshards[1:]]
         earlier = {unit for earlier_part in runs[:index] for unit in earlier_part}
         finished_units = [unit for place, unit in enumerate(part) if unit not in earlier and unit not in part[:place]]
-        reductions = [Action("reduce", unit) for unit in reversed(finished_units)]
+        reductions = [UnitAction("reduce", unit) for unit in reversed(finished_units)]
         actions += reductions[:-1]
         latest = reductions[-1:]
     return [*actions, *latest]

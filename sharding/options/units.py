@@ -82,7 +82,7 @@ RELEASE_S = 0.1
 """Seconds within which a backend's thread drops a tensor that it has finished with."""
 
 
-class Block(Unit):
+class BlockUnit(Unit):
     """A unit that may run several times, be computed again by an activation checkpoint, and hold frozen parameters.
 
     Attributes:

@@ -26,7 +26,7 @@ ALIGNMENT = 16
 """Bytes. Shards begin at multiples of it: CUDA kernels and NCCL then move 16 bytes at a time."""
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """Elements `start` to `end` of a shard, which belong to the parameter in `slot`."""
 
     slot: int
@@ -73,10 +73,10 @@ class Layout:
         """The view of a flat tensor that is the parameter in `slot`, in its shape."""
         return flat[self.starts[slot] : self.starts[slot + 1]].view(self.shapes[slot])
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def pieces(self, rank: int) -> list[ShardPiece]:
         """What of each parameter lies in `rank`'s shard; nothing for those that have no element there."""
         ends = [min(max(start - rank * self.shard_numel, 0), self.shard_numel) for start in self.starts]
-        cuts = (Piece(slot, start, end) for slot, (start, end) in enumerate(pairwise(ends)))
+        cuts = (ShardPiece(slot, start, end) for slot, (start, end) in enumerate(pairwise(ends)))
         return [piece for piece in cuts if piece.start < piece.end]
 
 

@@ -172,7 +172,7 @@ class Unit:
         return not (self.stays or self.has_frozen)
 
 
-class Action(NamedTuple):
+class UnitAction(NamedTuple):
     """`unshard`: all-gather parameters. `reduce`: free them and reduce-scatter gradients. `reshard`: only free."""
 
     kind: Literal["unshard", "reduce", "reshard"]
@@ -190,7 +190,7 @@ class Schedule:
     def __init__(self) -> None:
         self.begin([])
 
-    def begin(self, actions: Iterable[Action]) -> None:
+    def begin(self, actions: Iterable[UnitAction]) -> None:
         """Begin a pass. What is in flight was abandoned."""
         self.to_come = deque(actions)
         self.in_flight: list[Unit] = []
@@ -216,7 +216,7 @@ class Schedule:
         """Issue their all-gathers and all actions before, unless that is done. Reductions among them may miss gradients
         of parameters that this rank did not use."""
         for unit in units:
-            while Action("unshard", unit) in self.to_come:
+            while UnitAction("unshard", unit) in self.to_come:
                 self.issue_next()
 
     def prefetch(self) -> None:

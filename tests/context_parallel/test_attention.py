@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from context_parallel.layout import Layout
+from context_parallel.layout import SequenceLayout
 from context_parallel.ring import Ring, RingAttention
 from context_parallel.ulysses import ulysses
 from reference.pytorch_cp import TorchRing
@@ -111,7 +111,7 @@ class Large(Ring):
     """The ring as the last of `size` ranks sees it. It has all keys and values, and communicates nothing."""
 
     def __init__(self, k: Tensor, v: Tensor, size: int):
-        self.rank, self.size, self.layout = size - 1, size, Layout(size)
+        self.rank, self.size, self.layout = size - 1, size, SequenceLayout(size)
         self._parts = torch.stack([k, v]).chunk(size, 3)
 
     def turns(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -10,7 +10,7 @@ from torch import nn
 from ddp_lab.analysis.report.pages.experts import MOST_LANES, expert_load, load_figure, relative
 from ddp_lab.analysis.sentences import say
 from expert_parallel import experts as of_experts
-from expert_parallel.balance import Balance
+from expert_parallel.balance import LoadBalance
 from expert_parallel.experts import grouped, products
 from expert_parallel.router import Router
 
@@ -57,7 +57,7 @@ def test_the_report_shows_who_gets_how_many_tokens():
 def test_a_bias_decides_over_the_choice_and_not_over_the_weight(sigmoid):
     weight = nn.Parameter(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
     hidden = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    balance = Balance(0.0, 0.1, dist.group.WORLD)
+    balance = LoadBalance(0.0, 0.1, dist.group.WORLD)
     router = Router(weight, 2, False, 0, balance, sigmoid, has_bias=True)
     router.bias[3] = 10.0
     balance.begin(router, (torch.zeros(1, 6),), {})

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from context_parallel.layout import Layout
+from context_parallel.layout import SequenceLayout
 from ddp_lab.parity.answer import least_agreement
 from ddp_lab.parity.causes.backward import some_ranks_agree
 from ddp_lab.parity.causes.look import Look

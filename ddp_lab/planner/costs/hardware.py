@@ -22,7 +22,7 @@ from ddp_lab.planner.contracts import ACCESSES, CONTIGUOUS
 from ddp_lab.planner.costs.cluster import Attention, Cluster, Device, Host, Link
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.speed import Link as Speed
+from ddp_lab.runtime.link.speed import SimulatedLink
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.untrusted import fitted, settings_in
 
@@ -159,7 +159,7 @@ def link(name: str) -> Link:
     count, _, single = name.partition("x") if re.match(r"[0-9]{1,9}x", name) else ("1", "", name)
     if int(count) < 1:
         raise UserError(f"link '{name}': the number of links must be at least 1")
-    if re.fullmatch(r"[0-9.]+\s*[kmgt]?bit", single, re.IGNORECASE) and (speed := Speed.parse(single)):
+    if re.fullmatch(r"[0-9.]+\s*[kmgt]?bit", single, re.IGNORECASE) and (speed := SimulatedLink.parse(single)):
         entry = table()["ethernet"]
         key, bytes_per_s = str(speed), speed.bits_per_s / 8
     else:

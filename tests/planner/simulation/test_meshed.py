@@ -19,7 +19,7 @@ from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.strategy.account import storage_bytes
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.strategy import Strategy
-from expert_parallel.balance import Balance
+from expert_parallel.balance import LoadBalance
 from tests.models import make_batch
 from tests.parity import Case, strategy_of
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting
@@ -112,7 +112,7 @@ def test_a_pretended_rank_does_what_a_real_one_does(ranks: RankPool, case):
 
 def known_of_load(strategy: Strategy) -> int:
     """Bytes that are kept of a step about the load of experts."""
-    if strategy.model_parallel is None or not isinstance(balance := strategy.model_parallel.balance, Balance):
+    if strategy.model_parallel is None or not isinstance(balance := strategy.model_parallel.balance, LoadBalance):
         return 0
     assert strategy.verdict.load is not None
     parts = [*vars(balance).values(), *vars(balance.round).values(), *balance.round.load.values()]
