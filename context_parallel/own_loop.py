@@ -60,8 +60,8 @@ class OwnContext(Context):
             )
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise UnsupportedError("context parallelism: keys have fewer heads than queries; say enable_gqa=True")
-        whole = None if documents is None else self.filled(documents, -1)
-        return self.attend(query, key, value, whole, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
+        numbers = None if documents is None else self.filled(documents, -1)
+        return self.attend(query, key, value, numbers, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
 
 
 def context_parallel(size: int, way: str = ZIGZAG) -> OwnContext:

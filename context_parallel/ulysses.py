@@ -59,8 +59,8 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, attend: A
     by_rank = [tensor.unflatten(1, (size, -1)) for tensor in (q, k, v)]
     heads = [tensor.shape[2] for tensor in by_rank]
     received = AllToAll.apply(torch.cat(by_rank, 2).transpose(0, 1), group)  # (ranks, batch, heads, tokens, features)
-    whole = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    out = attend(*whole.split(heads, 1))
+    full_sequence = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    out = attend(*full_sequence.split(heads, 1))
     parts = out.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
     return AllToAll.apply(parts, group).transpose(0, 1).flatten(1, 2)
 

@@ -143,7 +143,7 @@ def _fields(kind: Any) -> list[str]:
     return names + [name for part in parts for name in _fields(part)]
 
 
-def fitted(content: Any, kind: Any, path: object, what: str) -> Any:
+def fitted(content: Any, kind: Any, path: object, noun: str) -> Any:
     """`content` by the layout `kind`, a type of msgspec.
 
     Raises:
@@ -156,4 +156,4 @@ def fitted(content: Any, kind: Any, path: object, what: str) -> Any:
         if unknown := re.search("unknown field `(.*)`", problem):
             problem = unknown_name("field", unknown[1], _fields(kind))
         where = f"{place.strip('$.`')}: " if place else ""
-        raise UserError(f"{path}: a damaged {what}: {where}{problem}") from None
+        raise UserError(f"{path}: a damaged {noun}: {where}{problem}") from None

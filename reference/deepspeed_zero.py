@@ -126,7 +126,7 @@ class DeepSpeedZero(Strategy):
         self.engine.set_gradient_accumulation_boundary(not self.steps.another_follows)
 
     def finish_gradient_synchronization(self) -> None:
-        unused = [n for n, got in zip(self.trainable, self.watch.received_in_last_round(), strict=True) if not got]
+        unused = [n for n, used in zip(self.trainable, self.watch.received_in_last_round(), strict=True) if not used]
         if unused:
             raise UnsupportedError(
                 f"no gradient for {', '.join(unused)} in this step; DeepSpeed updates unused parameters as if they had "
@@ -181,8 +181,8 @@ class DeepSpeedZero(Strategy):
         )
 
     def full_gradients(self) -> dict[str, Tensor]:
-        whole = self.deepspeed.utils.safe_get_full_grad
-        return {name: whole(p).detach().cpu().clone() for name, p in self.trainable.items()}
+        full_gradient = self.deepspeed.utils.safe_get_full_grad
+        return {name: full_gradient(p).detach().cpu().clone() for name, p in self.trainable.items()}
 
     def gathered(self, writer: int | None = None) -> AbstractContextManager[Any]:
         """Context in which the module holds whole parameters. Changes by rank `writer` reach all ranks at its end."""

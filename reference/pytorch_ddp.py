@@ -75,7 +75,7 @@ class PyTorchDDP(ReplicatedStrategy):
         if self.options.find_unused_parameters:
             return
         received = self.watch.received_in_last_round()
-        unused = [name for name, got in zip(self.trainable, received, strict=True) if not got]
+        unused = [name for name, used in zip(self.trainable, received, strict=True) if not used]
         if unused:
             raise UnsupportedError(
                 f"no gradient for {', '.join(unused)} in this step, so DDP's buckets never fill; "

@@ -34,14 +34,14 @@ def cut_evenly(
     return Cut(dim, length, tuple(((first * unit, end * unit),) for first, end in bounds))
 
 
-def cut_in_parts(whole: Cut, parts: int) -> Cut:
-    """Of `parts` equal tensors in one, each cut as `whole` says, which is for one of them."""
-    length = whole.length
+def cut_in_parts(cut: Cut, parts: int) -> Cut:
+    """Of `parts` equal tensors in one, each cut as `cut` says, which is for one of them."""
+    length = cut.length
     ranges = tuple(
         tuple((first + length * index, end + length * index) for index in range(parts) for first, end in of_rank)
-        for of_rank in whole.ranges
+        for of_rank in cut.ranges
     )
-    return Cut(whole.dim, length * parts, ranges)
+    return Cut(cut.dim, length * parts, ranges)
 
 
 def weight_of(layer: nn.Module) -> nn.Parameter:

@@ -62,12 +62,12 @@ class Tokens:
 
     def gather(self, hidden: Tensor) -> Tensor:
         """The tokens of all ranks, in front of a region, (batch, sequence, features)."""
-        return self._whole(Gather.apply(hidden[0], self._group))
+        return self._unpadded(Gather.apply(hidden[0], self._group))
 
     def merge(self, hidden: Tensor) -> Tensor:
         """The same, in front of what all ranks compute alike."""
         self.is_merged = True
-        return self._whole(MergeTokens.apply(hidden[0], self._group))
+        return self._unpadded(MergeTokens.apply(hidden[0], self._group))
 
     def scatter(self, terms: Tensor) -> Tensor:
         """Behind a region: the sum over ranks of (batch, sequence, features), to (1, tokens of this rank, features)."""
@@ -88,7 +88,7 @@ class Tokens:
         missing = -len(flat) % self._size
         return functional.pad(flat, (0, 0, 0, missing)) if missing else flat
 
-    def _whole(self, flat: Tensor) -> Tensor:
+    def _unpadded(self, flat: Tensor) -> Tensor:
         batch, sequence = self._shape
         return flat[: batch * sequence].view(batch, sequence, -1)
 

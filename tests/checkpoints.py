@@ -91,14 +91,14 @@ def train_to(
     config = RunConfig.of(**{"choice": choice, "lr": 1e-2, "workload": "mlp", **saving, **changes})
     checkpoints = Checkpoints(config, here(), "a run", {})
     checkpoints.require_steps_left(last)
-    strategy = make_strategy(choice, 17 * checkpoints.done, model, dropout)
+    strategy = make_strategy(choice, 17 * checkpoints.step, model, dropout)
     if asks_in_step is not None and dist.get_rank() == dist.get_world_size() - 1:
         strategy.wants_to_stop = lambda: strategy.optimizer_steps >= asks_in_step
     seed_everything(config.seed, dist.get_rank())
     earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1)).micro_batches)
     rates = learning_rates(config, planned or last)
     try:
-        todo = steps(checkpoints.done, last)
+        todo = steps(checkpoints.step, last)
         settings = {"earlier": earlier, "is_due": checkpoints.is_due, "learning_rate": rates}
         result = train(strategy, todo, on_step=checkpoints.after_step, **settings)
         checkpoints.finish()

@@ -39,7 +39,7 @@ class Call:
     time_s: float = 0.0
 
     @property
-    def what(self) -> str:
+    def signature(self) -> str:
         """`all_reduce of 10 float32`, and what else must be the same on all ranks."""
         text = f"{self.kind} of {self.elements} {self.dtype}" if self.elements else self.kind
         text += f" from or to rank {self.root}" if self.root >= 0 else ""
@@ -63,7 +63,7 @@ def ranks_by_call(calls: Mapping[int, Call]) -> dict[str, list[int]]:
     """Which ranks issued what."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
-        ranks[call.what].append(rank)
+        ranks[call.signature].append(rank)
     return ranks
 
 

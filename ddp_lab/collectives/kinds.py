@@ -55,6 +55,6 @@ def sent_share(kind: str, ranks: float) -> float:
 
 def bus_factor(kind: str, ranks: float) -> float:
     """Busbw over algbw (nccl-tests, doc/PERFORMANCE.md); NaN for other kinds and groups of unknown size."""
-    rest = (ranks - 1) / ranks
-    factors = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"), rest)
-    return {**factors, "all_reduce": 2 * rest, "broadcast": 1.0, "reduce": 1.0}.get(kind, float("nan"))
+    fraction = (ranks - 1) / ranks
+    factors = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"), fraction)
+    return {**factors, "all_reduce": 2 * fraction, "broadcast": 1.0, "reduce": 1.0}.get(kind, float("nan"))

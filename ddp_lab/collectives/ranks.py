@@ -54,14 +54,14 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(ordered.parts)}"
 
 
-def group_name(ranks: Ranks, what: str = "", number: int = 1) -> str:
+def group_name(ranks: Ranks, purpose: str = "", number: int = 1) -> str:
     """The name of a group, the same on all its ranks, different for other ranks, in at most `LONGEST_NAME` bytes.
 
     Args:
-        what: What the group is for, such as its dimension of a mesh.
+        purpose: What the group is for, such as its dimension of a mesh.
         number: Counts groups of the same ranks that are for the same, from 1.
     """
-    name = f"ranks {ranks}{', ' * bool(what)}{what}{f' ({number})' if number > 1 else ''}"
+    name = f"ranks {ranks}{', ' * bool(purpose)}{purpose}{f' ({number})' if number > 1 else ''}"
     encoded = name.encode()
     return name if len(encoded) <= LONGEST_NAME else f"{len(ranks)} ranks {zlib.crc32(encoded):08x}"
 

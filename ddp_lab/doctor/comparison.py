@@ -28,7 +28,7 @@ class Divergence:
     finished it.
     """
 
-    what: Literal["differ", "behind", "missing", "stuck"]
+    kind: Literal["differ", "behind", "missing", "stuck"]
     group: str
     seq: int
     calls: dict[int, Call]
@@ -46,7 +46,7 @@ def compare(dumps: Sequence[Dump]) -> list[Divergence]:
     divergences = [
         divergence for group, members in groups if (divergence := _compare_group(group, members or None, dumps))
     ]
-    return sorted(divergences, key=lambda divergence: (KINDS.index(divergence.what), divergence.time_s))
+    return sorted(divergences, key=lambda divergence: (KINDS.index(divergence.kind), divergence.time_s))
 
 
 def evidence(divergence: Divergence, dumps: Sequence[Dump]) -> list[Line]:
@@ -56,10 +56,10 @@ def evidence(divergence: Divergence, dumps: Sequence[Dump]) -> list[Line]:
         call = divergence.calls.get(dump.rank)
         calls_here = list(dump.by_group.get(divergence.group, {}).values())
         if call:
-            text = f"rank {dump.rank}: seq {call.seq} {call.what}, {call.state}"
+            text = f"rank {dump.rank}: seq {call.seq} {call.signature}, {call.state}"
         elif calls_here and dump.rank in divergence.ranks:
-            last = max(calls_here, key=lambda other: other.seq)
-            text = f"rank {dump.rank}: last call is seq {last.seq} {last.what}"
+            last = max(calls_here, key=lambda collective: collective.seq)
+            text = f"rank {dump.rank}: last call is seq {last.seq} {last.signature}"
         elif dump.rank in divergence.ranks:
             text = f"rank {dump.rank}: no collective in this group"
         else:
@@ -87,7 +87,7 @@ def _compare_group(group: str, members: frozenset[int] | None, dumps: Sequence[D
         if not without and any(call.state in DONE for call in calls.values()):
             continue
         call = next(iter(calls.values()))
-        where = f"collective {seq} of group {group}, {call.what}"
+        where = f"collective {seq} of group {group}, {call.signature}"
         left_none = [f"{ranks_in_words(absent).capitalize()} left no dump."] if absent else []
         if without:
             lasts = [_last(rank, present[rank]) for rank in without]
@@ -105,7 +105,7 @@ def _compare_group(group: str, members: frozenset[int] | None, dumps: Sequence[D
 
 def _differ(group: str, seq: int, calls: dict[int, Call]) -> Divergence:
     by_call = ranks_by_call(calls)
-    parts = (f"{ranks_in_words(ranks)} issued {what}" for what, ranks in by_call.items())
+    parts = (f"{ranks_in_words(ranks)} issued {signature}" for signature, ranks in by_call.items())
     sentence = f"At collective {seq} of group {group}, {'; '.join(parts)}."
     fewest, time_s = min(by_call.values(), key=len), min(call.time_s for call in calls.values())
     return Divergence("differ", group, seq, calls, fewest, time_s, [sentence])
@@ -113,7 +113,7 @@ def _differ(group: str, seq: int, calls: dict[int, Call]) -> Divergence:
 
 def _last(rank: int, calls: dict[int, Call]) -> str:
     last = calls[max(calls)] if calls else None
-    return f"The last that rank {rank} issued is {f'collective {last.seq}, {last.what}' if last else 'none'}."
+    return f"The last that rank {rank} issued is {f'collective {last.seq}, {last.signature}' if last else 'none'}."
 
 
 def waiting(ranks: Iterable[int]) -> str:

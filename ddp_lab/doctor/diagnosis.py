@@ -51,7 +51,7 @@ def _apply(rule: Rule, facts: Facts) -> Finding | None:
 
 def _says_less(finding: Finding, before: Sequence[Finding]) -> bool:
     """Whether a place or a symptom has only lines that are quoted already for something better."""
-    quoted = {line for other in before for line in other.lines + other.explained}
+    quoted = {line for earlier in before for line in earlier.lines + earlier.explained}
     return finding.rule.kind in ("place", "symptom") and bool(finding.lines) and quoted.issuperset(finding.lines)
 
 

@@ -118,7 +118,7 @@ class Facts:
         """Evidence that one of the first collectives of a group never ended; empty if there is none."""
         lines = [timeout.line for timeout in self.timeouts if timeout.seq is not None and timeout.seq <= EARLY]
         stuck = [
-            divergence for divergence in self.divergences if divergence.what == "stuck" and divergence.seq <= EARLY
+            divergence for divergence in self.divergences if divergence.kind == "stuck" and divergence.seq <= EARLY
         ]
         return lines + [
             Line(self.dumps[0].path, 0, sentence) for divergence in stuck for sentence in divergence.sentences

@@ -118,7 +118,7 @@ class Report:
             match = next((match for pattern in patterns if (match := pattern.search(line.text))), None)
             room = (self.console.width if self.console.is_terminal else WIDEST) - len(line.place) - len("  : ")
             self._say(
-                f"  {line.place}: {cut(line.whole, max(40, room), len(line.before) + match.start() if match else 0)}",
+                f"  {line.place}: {cut(line.full, max(40, room), len(line.before) + match.start() if match else 0)}",
                 "cyan",
             )
         if len(finding.lines) > len(lines):
@@ -236,7 +236,7 @@ def _finding_as_json(finding: Finding, facts: Facts) -> dict[str, Any]:
         "kind": rule.kind,
         "confidence": rule.confidence,
         "details": finding.details,
-        "evidence": [{"file": line.path, "line": line.number, "text": line.whole} for line in finding.lines],
+        "evidence": [{"file": line.path, "line": line.number, "text": line.full} for line in finding.lines],
         "why": rule.why,
         "try": [{"when": heading, "commands": commands} for heading, commands in advice(rule, facts)],
         "more": rule.more,

@@ -50,8 +50,7 @@ def topology_table(topology: Topology) -> Table:
         table.add_column("NUMA", justify="center")
     for device, row in topology.links.items():
         cells = [
-            Styled(row.get(other, ""), style=COLOURS.get(row.get(other, ""), "bold green"))
-            for other in topology.devices
+            Styled(row.get(peer, ""), style=COLOURS.get(row.get(peer, ""), "bold green")) for peer in topology.devices
         ]
         table.add_row(Styled(device), *cells, *([topology.numa_affinity.get(device, "")] if has_numa else []))
     return table
@@ -93,7 +92,7 @@ def write_live(console: Console, live: Live) -> None:
         table.add_column(str(rank), justify="right")
     pairs = {pair.ranks: pair for pair in live.pairs}
     for row_rank in ranks:
-        row = [pairs.get((min(row_rank, other), max(row_rank, other))) for other in ranks]
+        row = [pairs.get((min(row_rank, peer), max(row_rank, peer))) for peer in ranks]
         cells = [Styled(f"{pair.time_ms:.2f}", style="red" * pair.is_slow) if pair else "" for pair in row]
         table.add_row(str(row_rank), *cells)
     print_matrix(console, table)

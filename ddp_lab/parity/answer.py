@@ -77,8 +77,8 @@ def to_digits(least: Quantity) -> str:
 
 
 def named(quantity: Quantity) -> str:
-    what = "update" if quantity.kind == PARAMETER else quantity.kind
-    return f"the {what} of {quantity.name or 'the whole model'} in step {quantity.step}"
+    noun = "update" if quantity.kind == PARAMETER else quantity.kind
+    return f"the {noun} of {quantity.name or 'the whole model'} in step {quantity.step}"
 
 
 def place(quantity: Quantity) -> str:

@@ -49,7 +49,7 @@ def record(strategy: "Strategy") -> None:
 
     request = msgspec.json.decode(os.environ[VARIABLE], type=Asked)
     without_dropout(strategy.module)
-    watch(strategy, request.folder, request.steps, request.another_rounding).known["mesh"] = request.mesh
+    watch(strategy, request.folder, request.steps, request.another_rounding).run_facts["mesh"] = request.mesh
 
 
 def without_dropout(module: "nn.Module") -> None:

@@ -148,16 +148,16 @@ def _compared(step: int, place: Place, a: Table, b: Table, left_out: dict[str, s
         squares = b.moments[at_b][:, 1]
         if len(groups) < 2 or np.ptp(squares) > 1e-6 * squares.max():
             return None  # of a micro-batch as a whole
-    zero = {which for which, n in groups.items() if not (a.moments[at_a[n]].any() or b.moments[at_b[n]].any())}
-    some = {which: n for which, n in groups.items() if which not in zero} or groups  # zeros have no factor
-    differences = {which: _difference(a.sketches[at_a[n]], b.sketches[at_b[n]]) for which, n in some.items()}
-    error, factor, remainder = ({which: numbers[n] for which, numbers in differences.items()} for n in range(3))
+    zero = {key for key, n in groups.items() if not (a.moments[at_a[n]].any() or b.moments[at_b[n]].any())}
+    nonzero = {key: n for key, n in groups.items() if key not in zero} or groups  # zeros have no factor
+    differences = {key: _difference(a.sketches[at_a[n]], b.sketches[at_b[n]]) for key, n in nonzero.items()}
+    error, factor, remainder = ({key: numbers[n] for key, numbers in differences.items()} for n in range(3))
     dtypes = str(a.dtype[at_a[0]]), str(b.dtype[at_b[0]])
     norm = float(np.sqrt(a.moments[list(in_a.values())][:, 1].sum()))
     quantity = Quantity(step, *place, error, factor, remainder, dtypes=dtypes, norm=norm)
     if place.kind == PARAMETER:  # the norm of an update, and how coarse its parameter is beside it
         quantity.norm = float(np.linalg.norm(a.sketches[at_a[0]]))
-        quantity.coarse = float(a.held[at_a[0]]) / max(quantity.norm, 1e-300)
+        quantity.coarse = float(a.norm[at_a[0]]) / max(quantity.norm, 1e-300)
     shares = b.elements[at_b] / a.elements[at_a]
     is_cut = bool((shares != 1).any())
     if not is_of_modules and not is_cut:
@@ -165,30 +165,30 @@ def _compared(step: int, place: Place, a: Table, b: Table, left_out: dict[str, s
         return quantity
     if is_cut and place.kind in (PARAMETER, BUFFER):  # of an update we have no moments
         return None
-    keys, which = np.unique(b.key[at_b], return_inverse=True)
+    keys, slots = np.unique(b.key[at_b], return_inverse=True)
     firsts = np.array([in_a[key] for key in keys])
     if is_cut:
-        copies = np.bincount(which, shares)
+        copies = np.bincount(slots, shares)
         is_other = (shares > 1).any() or (copies < 1 - 1e-9).any()  # more or fewer tokens than run A's
         if is_other and is_of_modules and not b.is_cut:
             left_out[FILLED].add(place.name)
             return None
-        parts = _added(b.moments[at_b], which, len(keys)) / copies[:, None]
+        parts = _added(b.moments[at_b], slots, len(keys)) / copies[:, None]
         found_in_parts = _difference(_sizes(a.moments[firsts]), _sizes(parts))
         if b.is_cut:  # what has no samples, as an embedding of positions, has other rows in a part: only sums compare
             of_all = (_sizes(moments.sum(0, keepdims=True)) for moments in (a.moments[firsts], parts))
             found_in_parts = min(found_in_parts, _difference(*of_all))
         _take(quantity, "parts", *found_in_parts)
     elif len(keys) < len(at_b):
-        of_sum = _difference(a.sketches[firsts], _added(b.sketches[at_b], which, len(keys)))
+        of_sum = _difference(a.sketches[firsts], _added(b.sketches[at_b], slots, len(keys)))
         if of_sum[0] < quantity.worst:
             _take(quantity, "sum", *of_sum)
     return quantity
 
 
-def _added(values: np.ndarray, which: np.ndarray, count: int) -> np.ndarray:
+def _added(values: np.ndarray, slots: np.ndarray, count: int) -> np.ndarray:
     total = np.zeros((count, values.shape[1]))
-    np.add.at(total, which, values)
+    np.add.at(total, slots, values)
     return total
 
 
@@ -227,18 +227,18 @@ def _scales(gradients: list[Quantity]) -> dict[tuple[int, int], float]:
     factors_by_batch: dict[tuple[int, int], list[float]] = {}
     for gradient in gradients:
         if gradient.norm:
-            for which, factor in gradient.factor.items():
-                if gradient.remainder[which] <= 0.05 * abs(factor):
-                    factors_by_batch.setdefault(which, []).append(factor)
-    return {which: float(np.median(factors)) for which, factors in factors_by_batch.items()}
+            for key, factor in gradient.factor.items():
+                if gradient.remainder[key] <= 0.05 * abs(factor):
+                    factors_by_batch.setdefault(key, []).append(factor)
+    return {key: float(np.median(factors)) for key, factors in factors_by_batch.items()}
 
 
 def _unscale(gradient: Quantity, scales: dict[tuple[int, int], float]) -> None:
     if not gradient.norm:
         return
     usual = float(np.median(list(scales.values()))) if scales else 1.0
-    for which, factor in gradient.factor.items():
-        scale = scales.get(which, usual) or 1.0
-        gradient.error[which] = float(np.hypot(factor / scale - 1, gradient.remainder[which] / scale))
-        gradient.factor[which] = factor / scale
-        gradient.remainder[which] /= abs(scale)
+    for key, factor in gradient.factor.items():
+        scale = scales.get(key, usual) or 1.0
+        gradient.error[key] = float(np.hypot(factor / scale - 1, gradient.remainder[key] / scale))
+        gradient.factor[key] = factor / scale
+        gradient.remainder[key] /= abs(scale)

@@ -84,8 +84,8 @@ class MicroBatches:
             content.append(tensor.masked_fill(tensor == IGNORED, 0) if not tensor.is_floating_point() else tensor)
         rows = count * first.shape[1] if first.dim() > 1 else 0
         if self._part_of_tokens is not None and first.dim() > 1:
-            whole = torch.ones_like(first, dtype=torch.bool) if mask is None else mask
-            mask = self._part_of_tokens(whole.bool())
+            full_mask = torch.ones_like(first, dtype=torch.bool) if mask is None else mask
+            mask = self._part_of_tokens(full_mask.bool())
             rows = mask.numel()
         if mask is not None:
             mask = None if mask.dim() != 2 or mask.bool().all() else mask.bool()

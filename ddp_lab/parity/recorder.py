@@ -41,7 +41,7 @@ def watch(
         The recorder, whose `close()` ends it earlier.
     """
     recorder = Recorder(strategy_or_module, Path(folder), steps, another_rounding)
-    recorder.whole = whole
+    recorder.whole_module = whole
     return recorder
 
 
@@ -53,8 +53,8 @@ class Recorder:
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._module = subject.module_of(of)
         self._step, self._order = 0, 0
-        self.known: dict[str, Any] = {}  # more facts of the run
-        self.whole: str | None = None
+        self.run_facts: dict[str, Any] = {}  # more facts of the run
+        self.whole_module: str | None = None
         self._undo: list[Callable[[], None]] = []
         self._randomness = torch.Generator().manual_seed(17) if another_rounding else None
         parts = of.model_parallel if isinstance(of, Strategy) else None
@@ -104,7 +104,7 @@ class Recorder:
             self._add_part(store.BUFFER if is_buffer else store.PARAMETER, part)
         facts = (
             self._facts
-            | self.known
+            | self.run_facts
             | {
                 "ranks": self._ranks,
                 "keys": [batch.keys for batch in self._micro_batches.of_step],
@@ -230,7 +230,7 @@ class Recorder:
 
     def _add_tensor(self, kind: str, name: str, call: int, tensor: Tensor, number: int) -> None:
         local = subject.local(tensor)
-        if name == self.whole:
+        if name == self.whole_module:
             self._tensors.setdefault(kind, []).append(local.cpu().clone())
         rows, keys, elements = rows_of(local, self._micro_batches.at(number))
         now, self._micro_batches.number = self._micro_batches.number, number

@@ -41,10 +41,10 @@ def of_rows(rows: Tensor) -> Tensor:
     """
     total = torch.zeros(len(rows), SIZE + MOMENTS, dtype=torch.float64, device=rows.device)
     for start in range(0, rows.shape[1], _CHUNK):
-        some = rows[:, start : start + _CHUNK].double()
-        count = some.shape[1]
-        total[:, SIZE:] += torch.stack([some.sum(1), some.square().sum(1), some.abs().sum(1)], dim=1)
-        signed = some * _signs_from(start, count, rows.device)
+        chunk = rows[:, start : start + _CHUNK].double()
+        count = chunk.shape[1]
+        total[:, SIZE:] += torch.stack([chunk.sum(1), chunk.square().sum(1), chunk.abs().sum(1)], dim=1)
+        signed = chunk * _signs_from(start, count, rows.device)
         padded = torch.nn.functional.pad(signed, (0, -count % SIZE))
         total[:, :SIZE] += padded.view(len(rows), -1, SIZE).sum(1)
     return total

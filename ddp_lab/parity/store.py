@@ -103,7 +103,7 @@ class Recorded:
         facts = dict[int, list[dict[str, Any]]]()
         for step, keys in samples.items():
             for rank, rank_facts in enumerate(self.facts[step]):
-                ends = np.cumsum([len(some) for some in rank_facts["keys"]])
+                ends = np.cumsum([len(batch) for batch in rank_facts["keys"]])
                 cut = [part.tolist() for part in np.split(np.array(keys), ends[:-1])]
                 facts.setdefault(step, []).append(
                     rank_facts | {"keys": cut} if rank in stages or not stages else rank_facts
@@ -172,27 +172,27 @@ class Table:
         self.micro_batch, self.key = frame["micro_batch"].to_numpy(), frame["key"].to_numpy()
         self.part, self.elements = frame["part"].to_numpy(), frame["elements"].to_numpy().astype(float)
         self.dtype = frame["dtype"].to_numpy(dtype=object)
-        self.held = np.sqrt(self.moments[:, 1])
+        self.norm = np.sqrt(self.moments[:, 1])
         self._to_updates(frame, recorded, step)
         order = frame["order"].to_numpy()
         self.blocks = dict[Place, dict[int, np.ndarray]]()
         rows = dict[Place, np.ndarray]()
         for key, at in frame.groupby(["kind", "name", "call"], sort=False).indices.items():
             place = Place(*key)  # type: ignore[misc]
-            rows[place] = self._whole(place, np.sort(at))
+            rows[place] = self._merge_blocks(place, np.sort(at))
         self.places = {place: rows[place] for place in sorted(rows, key=lambda place: order[rows[place]].min())}
 
     def _to_updates(self, frame: pd.DataFrame, recorded: Recorded, step: int) -> None:
         kind, earlier = (START, frame) if step == 0 else (PARAMETER, recorded.frame(step - 1))
         columns = ["name", "part", "rank"]
-        some = earlier[earlier["kind"] == kind]
-        before = dict(zip(some[columns].itertuples(index=False, name=None), some["numbers"], strict=True))
-        ours = frame[frame["kind"] == PARAMETER]
-        for row, place in zip(ours.index, ours[columns].itertuples(index=False, name=None), strict=True):
+        starts = earlier[earlier["kind"] == kind]
+        before = dict(zip(starts[columns].itertuples(index=False, name=None), starts["numbers"], strict=True))
+        updates = frame[frame["kind"] == PARAMETER]
+        for row, place in zip(updates.index, updates[columns].itertuples(index=False, name=None), strict=True):
             if place in before:
                 self.sketches[row] -= before[place][:SIZE]
 
-    def _whole(self, place: Place, rows: np.ndarray) -> np.ndarray:
+    def _merge_blocks(self, place: Place, rows: np.ndarray) -> np.ndarray:
         """Blocks of a tensor are added up, each once."""
         if (self.part[rows] < 0).all():
             return rows
@@ -205,8 +205,8 @@ class Table:
 
     def spread(self, place: Place) -> float:
         """How far ranks are from one another, relative."""
-        ours = self.sketches[self.places[place]]
-        return float(np.linalg.norm(ours - ours[0], axis=1).max() / max(np.linalg.norm(ours[0]), 1e-300))
+        sketches = self.sketches[self.places[place]]
+        return float(np.linalg.norm(sketches - sketches[0], axis=1).max() / max(np.linalg.norm(sketches[0]), 1e-300))
 
 
 def read(folder: Path) -> Recorded:
@@ -239,18 +239,19 @@ def matched(a: Recorded, b: Recorded) -> Recorded:
     samples_of_a = {step: set(a.samples(step)[0]) for step in by_rank} if a.ranks == 1 else {}
     fed = {rank for step, keys in samples_of_a.items() for rank in range(b.ranks) if keys & set(by_rank[step][rank])}
     stages = frozenset(range(b.ranks)) - fed
-    ours, theirs = a.table(a.steps[0]), b.table(a.steps[0])
-    if len(fed) == 1 and stages and not _have_the_same(theirs, fed | stages):
+    table_a, table_b = a.table(a.steps[0]), b.table(a.steps[0])
+    if len(fed) == 1 and stages and not _have_the_same(table_b, fed | stages):
         (first,) = fed
         if all(keys == set(by_rank[step][first]) for step, keys in samples_of_a.items()) and all(
             len(keys) == len(of_ranks[first]) for of_ranks in by_rank.values() for keys in of_ranks
         ):
             return b.as_parts_of({step: of_ranks[first] for step, of_ranks in by_rank.items()}, stages)
-    place = next((quantity for quantity in ours.places if quantity.kind == OUTPUT and quantity in theirs.places), None)
+    place = next((key for key in table_a.places if key.kind == OUTPUT and key in table_b.places), None)
     if place is None or b.ranks < 2:
         return b
-    at_a, at_b = ours.places[place], theirs.places[place]
-    if theirs.elements[at_b][0] * b.ranks != ours.elements[at_a][0] or set(ours.key[at_a]) & set(theirs.key[at_b]):
+    at_a, at_b = table_a.places[place], table_b.places[place]
+    size_a, size_b = table_a.elements[at_a][0], table_b.elements[at_b][0]
+    if size_b * b.ranks != size_a or set(table_a.key[at_a]) & set(table_b.key[at_b]):
         return b
     samples = {step: a.samples(step)[0] for step in a.steps if step in b.facts}
     is_whole = all(len(keys) == len(samples[step]) for step in samples for keys in b.samples(step))

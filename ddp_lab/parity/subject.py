@@ -115,11 +115,11 @@ def gradients(
         if plain(name) in names_read:
             continue
         if not hasattr(parameter, "ds_tensor") and not hasattr(parameter, "_hp_mapping"):
-            if (whole := gradient_of(parameter)) is not None:
-                yield part_of(plain(name), whole)
+            if (full := gradient_of(parameter)) is not None:
+                yield part_of(plain(name), full)
         elif optimizer is not None and (updated := updated_of(parameter)) is not None:
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            for flat in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
+            for flat in (flat for group in optimizer.param_groups for flat in group["params"] if flat.grad is not None):
                 if (place := place_in(flat, updated[1])) is not None:
                     yield part_in_order(plain(name), updated[0], shape, flat.grad.detach().flatten()[place])
 

@@ -41,25 +41,25 @@ def sizes(stage: str, precision: str, casts: bool = False) -> dict[str, tuple[in
 def state_bytes(parameters: float, ranks: int, stage: str, precision: str, casts: bool = False) -> dict[str, float]:
     """Bytes of model states on one rank between two steps, by component; padding is not in it."""
     return {
-        component: parameters * (whole + shared / ranks)
-        for component, (whole, shared) in sizes(stage, precision, casts).items()
+        component: parameters * (replicated + sharded / ranks)
+        for component, (replicated, sharded) in sizes(stage, precision, casts).items()
     }
 
 
 def bytes_of_a_parameter(stage: str, precision: str, casts: bool = False) -> tuple[int, int]:
     """Of one parameter the bytes that every rank holds, and those of which each holds 1/N."""
-    whole, shared = zip(*sizes(stage, precision, casts).values(), strict=True)
-    return sum(whole), sum(shared)
+    replicated, sharded = zip(*sizes(stage, precision, casts).values(), strict=True)
+    return sum(replicated), sum(sharded)
 
 
 def formula(stage: str, precision: str, casts: bool = False) -> str:
     """Bytes of a parameter: `4 + 12/N`."""
-    whole, shared = bytes_of_a_parameter(stage, precision, casts)
-    return " + ".join(part for part in (f"{whole}" if whole else "", f"{shared}/N" if shared else "") if part)
+    replicated, sharded = bytes_of_a_parameter(stage, precision, casts)
+    return " + ".join(part for part in (f"{replicated or ''}", f"{sharded}/N" if sharded else "") if part)
 
 
 def least_ranks(parameters: float, stage: str, precision: str, memory_bytes: float, casts: bool = False) -> int | None:
     """The smallest number of ranks on each of which states take less than `memory_bytes`; None if there is none."""
-    whole, shared = bytes_of_a_parameter(stage, precision, casts)
-    room = memory_bytes - parameters * whole
-    return max(1, int(parameters * shared // room) + 1) if room > 0 else None
+    replicated, sharded = bytes_of_a_parameter(stage, precision, casts)
+    room = memory_bytes - parameters * replicated
+    return max(1, int(parameters * sharded // room) + 1) if room > 0 else None

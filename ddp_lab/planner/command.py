@@ -80,8 +80,8 @@ def build_parser(command: str = PLAN) -> argparse.ArgumentParser:
     for name in SIZES:
         add(flag_name(name), type=count, metavar="N", help=about if name == SIZES[0] else argparse.SUPPRESS)
     add("--sequence-length", type=count, default=512, metavar="N", help="tokens of a sample (default: 512)")
-    what = "what the model is trained for, as the runner's (default: classification)"
-    add("--task", choices=TASKS, default=CLASSIFICATION, help=what)
+    text = "what the model is trained for, as the runner's (default: classification)"
+    add("--task", choices=TASKS, default=CLASSIFICATION, help=text)
     # Devices
     add(
         "--gpus",
@@ -114,8 +114,8 @@ def build_parser(command: str = PLAN) -> argparse.ArgumentParser:
     add("--jobs", type=count, metavar="N", help="simulations at a time, in processes (default: a core each)")
     add("--csv", type=Path, metavar="FILE", help="write the table there")
     if command == SEARCH:
-        what = "instead of --global-batch-size: tokens in an optimizer step, of which the nearest batch is taken"
-        add("--tokens-per-step", type=at_least(1, float), metavar="X", help=what)
+        text = "instead of --global-batch-size: tokens in an optimizer step, of which the nearest batch is taken"
+        add("--tokens-per-step", type=at_least(1, float), metavar="X", help=text)
     if command == MEMORY:
         numbers = "formulas alone: a number of parameters, such as 7.5e9; also takes --precision mixed"
         add("--parameters", type=at_least(1, float), metavar="X", help=numbers)

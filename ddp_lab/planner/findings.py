@@ -289,8 +289,8 @@ def certainty(space: Space) -> list[str]:
     # No plan has a dropout of attention: kernels keep nothing for it. But a ring refuses to run with it.
     has_ring = any(mesh_case.config.cuts_tokens and mesh_case.config.context_parallel != ULYSSES for mesh_case in cases)
     if has_ring and (dropout := case.model.attention_dropout):
-        what = "A ring refuses to run with it: set it to 0 in the model's config, or take ulysses."
-        lines.append(f"Dropout: that of attention ({dropout:g}) is left out. {what}")
+        advice = "A ring refuses to run with it: set it to 0 in the model's config, or take ulysses."
+        lines.append(f"Dropout: that of attention ({dropout:g}) is left out. {advice}")
     lines.append(
         f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {LINK_ERROR:.0%}. "
         f"To spare: of {spare}."

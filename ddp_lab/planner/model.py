@@ -120,8 +120,8 @@ class Model:
         tokens of a sample, padding included; not used for images."""
         if self.kind == SAMPLES:
             workload = workload_of(self.name)
-            some = [workload.train[place % len(workload.train)] for place in range(samples)]
-            return [workload.collate(some) for _ in range(count)]
+            chosen = [workload.train[place % len(workload.train)] for place in range(samples)]
+            return [workload.collate(chosen) for _ in range(count)]
         batch = {"labels": torch.zeros(samples, dtype=torch.long)}
         if self.kind == IMAGES:
             batch["pixel_values"] = torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS)

@@ -201,8 +201,8 @@ def chosen_model(options: argparse.Namespace) -> Model:
     elif len(missing) == 3:
         raise UserError("no model: give --model, --workload, or --d-model, --d-ff and --layers")
     elif missing:
-        what = f"{flag_name(missing[0])} is missing"
-        raise UserError(f"{what}; a model by sizes needs --d-model, --d-ff and --layers")
+        problem = f"{flag_name(missing[0])} is missing"
+        raise UserError(f"{problem}; a model by sizes needs --d-model, --d-ff and --layers")
     else:
         model = models.from_sizes(**sizes)
     if options.task == CLASSIFICATION:

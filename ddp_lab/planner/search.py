@@ -53,8 +53,8 @@ def least_states(case: Case, elements: int) -> Mapping[str, float]:
     if strategy.param_dtype or strategy.offload or case.model.lora_rank:
         return {}
     cut, shards = shares(case)
-    other = "zero3" if "fsdp" in choice else "replicated"
-    stage = next((stage for stage in STAGES if choice.endswith(stage)), other)
+    default = "zero3" if "fsdp" in choice else "replicated"
+    stage = next((stage for stage in STAGES if choice.endswith(stage)), default)
     precision = strategy.precision if strategy.precision in PRECISIONS else "fp32"
     return state_bytes(elements / cut, shards, stage, precision)
 

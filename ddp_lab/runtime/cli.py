@@ -67,12 +67,12 @@ def versions() -> str:
     return f"ddp-lab {version('ddp-lab')}, torch {version('torch')}"
 
 
-def unknown_name(what: str, name: str, names: Iterable[str]) -> str:
+def unknown_name(noun: str, name: str, names: Iterable[str]) -> str:
     """An error message for a name that is not in `known`, with the nearest names that are."""
     names = list(names)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
-    return f"unknown {what} '{name}'; {hint}"
+    return f"unknown {noun} '{name}'; {hint}"
 
 
 def names_of(kind: str, names: Sequence[str]) -> Callable[[str], list[str]]:
@@ -107,8 +107,8 @@ def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str]
         except ValueError:
             number = float("nan")
         if not least <= number < float("inf"):
-            whole = "whole " if kind is int else ""
-            raise argparse.ArgumentTypeError(f"{text}: must be a {whole}number of at least {least}")
+            adjective = "whole " if kind is int else ""
+            raise argparse.ArgumentTypeError(f"{text}: must be a {adjective}number of at least {least}")
         return number
 
     return parse_number

@@ -94,12 +94,12 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu, or check nvidia-smi")
     use_cuda = has_cuda if config.device == "auto" else config.device == "cuda"
     if config.link != NONE:
-        what = f"--link {config.link}"
+        flag = f"--link {config.link}"
         if use_cuda:
-            raise UserError(f"{what} slows down Gloo between CPUs, and this run is on GPUs; add --device cpu")
+            raise UserError(f"{flag} slows down Gloo between CPUs, and this run is on GPUs; add --device cpu")
         size = os.environ["WORLD_SIZE"]
         if os.environ.get("LOCAL_WORLD_SIZE", size) != size:
-            raise UserError(f"{what} is for the ranks of one machine; several nodes have links of their own")
+            raise UserError(f"{flag} is for the ranks of one machine; several nodes have links of their own")
     backend = config.backend if config.backend != AUTO else NCCL if use_cuda else "gloo"
     if library_of(backend) == NCCL and not use_cuda:
         raise UserError(f"--backend {backend} needs CUDA devices; use --backend gloo")

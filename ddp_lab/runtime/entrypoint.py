@@ -97,10 +97,10 @@ def configured(config: RunConfig, arguments: Sequence[str] | None = None, ranks:
         exit_with_error(f"{config.label}: {error}")
     # the first line of a run
     if environ.get("RANK", "0") == "0" and not is_started_by_us:
-        who = f"{size} ranks" if size > 1 else "1 rank"
-        who += f" on {cores_here()} cores" * (size == on_node) + (" load" if size > 1 else " loads")
+        subject = f"{size} ranks" if size > 1 else "1 rank"
+        subject += f" on {cores_here()} cores" * (size == on_node) + (" load" if size > 1 else " loads")
         where = "GPUs" if on_gpu else "the CPU"
-        line = f"{config.label}: {who} torch, to train workload {resolved.workload} on {where}"
+        line = f"{config.label}: {subject} torch, to train workload {resolved.workload} on {where}"
         if config.global_batch_size != samples:
             line += f"; {BATCH} is {config.global_batch_size}, since {samples} does not divide among them"
         print(line, flush=True)

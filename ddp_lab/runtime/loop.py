@@ -85,8 +85,8 @@ class TrainingResult:
 
     def whole_steps(self) -> "TrainingResult":
         """Without a step of which only a part is recorded yet, as another thread may see it."""
-        whole = len(self.samples)
-        return TrainingResult(**{column.name: getattr(self, column.name)[:whole] for column in fields(self)})
+        steps = len(self.samples)
+        return TrainingResult(**{column.name: getattr(self, column.name)[:steps] for column in fields(self)})
 
 
 def train(

@@ -161,7 +161,7 @@ def train_and_record(
         so_far.resumed_from = checkpoints.as_record()
         from_rank0(lambda: leave_config(so_far, ranks.world_size))
         settling = strategy.settling_steps  # fewer than before, if the checkpoint has what they would decide
-        config, note = config.fitted(steps - checkpoints.done, settling)
+        config, note = config.fitted(steps - checkpoints.step, settling)
         so_far.config = config
         say(note)
         with (
@@ -179,7 +179,7 @@ def train_and_record(
 
             say(start_line(start_so_far()))
             gc.enable()  # `train_from_command_line` has put it off
-            all_batches = batches_of_steps(config, workload, ranks, steps, checkpoints.done)
+            all_batches = batches_of_steps(config, workload, ranks, steps, checkpoints.step)
             train(
                 strategy,
                 all_batches,

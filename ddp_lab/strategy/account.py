@@ -116,12 +116,12 @@ def expected_state_bytes(
         shards: Those components of which a rank holds only 1/N, rounded up.
         optimizer_values: Values that the optimizer keeps for each trainable element; Adam keeps two moments.
     """
-    whole = {
+    unsharded = {
         "parameters": size.parameter_bytes,
         "gradients": size.trainable_bytes,
         "optimizer_state": optimizer_values * size.trainable_bytes,
     }
-    return {name: -(-nbytes // world_size) if name in shards else nbytes for name, nbytes in whole.items()}
+    return {name: -(-nbytes // world_size) if name in shards else nbytes for name, nbytes in unsharded.items()}
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -126,7 +126,7 @@ class GradientWatch:
         if all(parameter.grad is None for parameter in (*self._parameters, *parameters)):
             return set()
         slots = enumerate(zip(self.received(), self._parameters, parameters, strict=True))
-        return {i for i, (got, leaf, p) in slots if not got and not (leaf.grad is None and p.grad is None)}
+        return {i for i, (received, leaf, p) in slots if not received and not (leaf.grad is None and p.grad is None)}
 
     def explain(self, numbers: Iterable[int]) -> None:
         """The loop itself has set these gradients."""

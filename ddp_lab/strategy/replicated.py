@@ -123,9 +123,9 @@ class ReplicatedStrategy(Strategy):
         if self.compression is not None:
             return super().expected_gradient_traffic(1)
         sent = []
-        for group, held in self.by_group(gradients) if calls else ():
+        for group, grads in self.by_group(gradients) if calls else ():
             number = sum(self.group_of(parameter) is group for parameter in calls)
-            sent.append(Collective("all_reduce", number, bytes_of(held), dist.get_world_size(group), "gradients"))
+            sent.append(Collective("all_reduce", number, bytes_of(grads), dist.get_world_size(group), "gradients"))
         return [*sent, *self.buffer_traffic()]
 
 

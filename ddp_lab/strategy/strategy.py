@@ -231,7 +231,7 @@ class Strategy(Hooks):
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """Bytes by component that this rank should hold after a step, padding and step counters left out."""
         experts = ModelSize.of_parameters(self.of_experts)
-        other_size = ModelSize(*(whole - part for whole, part in zip(astuple(size), astuple(experts), strict=True)))
+        other_size = ModelSize(*(total - part for total, part in zip(astuple(size), astuple(experts), strict=True)))
         of_experts = expected_state_bytes(experts, dist.get_world_size(self.groups.copies), self.shards)
         return {
             n: of_experts[n] + b

@@ -200,10 +200,10 @@ def in_backward(runs: Sequence[Sequence[Unit]]) -> list[UnitAction]:
     """
     actions: list[UnitAction] = []
     latest: list[UnitAction] = []
-    whole = {runs[-1][-1]} if runs else set()
+    unsharded = {runs[-1][-1]} if runs else set()
     for index, part in reversed(list(enumerate(runs))):
-        unshards = [UnitAction("unshard", unit) for unit in dict.fromkeys(part) if unit not in whole]
-        whole.update(part)
+        unshards = [UnitAction("unshard", unit) for unit in dict.fromkeys(part) if unit not in unsharded]
+        unsharded.update(part)
         actions += [*unshards[:1], *latest, *unshards[1:]]
         earlier = {unit for earlier_part in runs[:index] for unit in earlier_part}
         finished_units = [unit for place, unit in enumerate(part) if unit not in earlier and unit not in part[:place]]

@@ -101,9 +101,9 @@ class Placement(NamedTuple):
             takes_all = self.offload.part == "parameters"
             expected["parameters"] = 0 if takes_all else per_rank(trained_with, ranks) + frozen_shard
         if "gradients" not in shards and self.reduce_dtype:
-            whole = self.reduce_dtype.itemsize * size.trainable_elements
-            is_apart = whole != size.trainable_bytes  # the shard of the sum, which the optimizer reads
-            expected["gradients"] = whole + (per_rank(size.trainable_bytes, ranks) if is_apart else 0)
+            sum_bytes = self.reduce_dtype.itemsize * size.trainable_elements
+            is_apart = sum_bytes != size.trainable_bytes  # the shard of the sum, which the optimizer reads
+            expected["gradients"] = sum_bytes + (per_rank(size.trainable_bytes, ranks) if is_apart else 0)
         if self.offload:
             expected["optimizer_state"] = 0
         return expected

@@ -197,8 +197,8 @@ class ShardedStrategy(Strategy):
 
     def full_gradients(self) -> dict[str, Tensor]:
         names = {parameter: name for name, parameter in self.trainable.items()}
-        whole = ((name, p.grad) for name, p in self.trainable.items() if p not in self._in_shards)
-        result = {name: gradient.cpu().clone() for name, gradient in whole if gradient is not None}
+        gradients = ((name, p.grad) for name, p in self.trainable.items() if p not in self._in_shards)
+        result = {name: gradient.cpu().clone() for name, gradient in gradients if gradient is not None}
         for bucket in self.buckets:
             full = bucket.flat.gathered(bucket.shard)
             for slot, parameter in enumerate(bucket.flat.parameters):
@@ -273,14 +273,14 @@ class ShardedStrategy(Strategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self.finish_parameter_synchronization()
-        whole: dict[Any, Tensor] = {}
+        tensors: dict[Any, Tensor] = {}
         for flat in self.flats:
             values = flat.whole()
             if self.groups.is_first_copy:
-                whole |= {p: flat.layout.view(values, slot).cpu().clone() for slot, p in enumerate(flat.parameters)}
+                tensors |= {p: flat.layout.view(values, slot).cpu().clone() for slot, p in enumerate(flat.parameters)}
         state = self.module.state_dict(keep_vars=True) if self.groups.is_first_copy else {}
         return self.of_whole_model(
-            {name: whole[p] if p in whole else p.detach().cpu().clone() for name, p in state.items()},
+            {name: tensors[p] if p in tensors else p.detach().cpu().clone() for name, p in state.items()},
             with_aliases=True,
         )
 

@@ -53,10 +53,10 @@ def test_groups_of_different_ranks_with_one_name_are_different():
         torch_dump(rank, "3", ranks, [(kind, 8)]) for rank, ranks, kind in ((0, "[0, 1]", "a"), (2, "[2, 3]", "b"))
     ]
     results = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), dumps, strict=True)])
-    assert [(result.what, result.ranks) for result in results] == [("missing", [1]), ("missing", [3])]
+    assert [(result.kind, result.ranks) for result in results] == [("missing", [1]), ("missing", [3])]
     same_names = [torch_dump(rank, "3", "[0, 2]", [(kind, 8)]) for rank, kind in ((0, "a"), (2, "b"))]
     results = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), same_names, strict=True)])
-    assert [result.what for result in results] == ["differ"]
+    assert [result.kind for result in results] == ["differ"]
 
 
 def torch_dump(rank, group, ranks, calls, running=1):
@@ -122,7 +122,7 @@ AHEAD["entries"][2]["state"] = "issued"
     ],
 )
 def test_where_ranks_diverge(contents, expected):
-    assert [(result.what, result.seq, result.ranks) for result in divergences(*contents)] == [expected] * bool(expected)
+    assert [(result.kind, result.seq, result.ranks) for result in divergences(*contents)] == [expected] * bool(expected)
 
 
 @each_row(
@@ -142,7 +142,7 @@ def test_who_is_in_a_group(group, members):
         is_member = content["rank"] in (members or {0, 1, 2})
         content["entries"] = [entry | {"group": group} for entry in content["entries"] if is_member]
     assert read_dump("rank_0.flight.json", contents[0]).members == {group: members}
-    assert [result.what for result in divergences(*contents)] == ["stuck"]
+    assert [result.kind for result in divergences(*contents)] == ["stuck"]
 
 
 def test_dumps_of_torch_2_15_on_gloo():
@@ -150,7 +150,7 @@ def test_dumps_of_torch_2_15_on_gloo():
     facts = read_inputs([str(DATA / "rank-behind" / "torch_2_15_gloo")]).facts
     assert [dump.rank for dump in facts.dumps] == [0, 1, 2]
     (result,) = facts.divergences
-    assert (result.what, result.seq, result.ranks) == ("behind", 4, [1]) and "default_pg" in result.group
+    assert (result.kind, result.seq, result.ranks) == ("behind", 4, [1]) and "default_pg" in result.group
 
 
 def test_a_pickle_is_never_loaded(tmp_path):

@@ -35,21 +35,21 @@ def inspector_straggler(facts: Facts) -> Match | None:
         paths[call.communicator, call.rank] = call.path
     for communicator, of_group in calls.items():
         ranks = {rank for times in of_group.values() for rank in times}
-        whole = [times for times in of_group.values() if len(times) == len(ranks) > 1]
-        if len(whole) < FEWEST:
+        collectives = [times for times in of_group.values() if len(times) == len(ranks) > 1]
+        if len(collectives) < FEWEST:
             continue
-        shortest = Counter(min(times, key=lambda rank: times[rank]) for times in whole)
+        shortest = Counter(min(times, key=lambda rank: times[rank]) for times in collectives)
         rank, count = shortest.most_common(1)[0]
-        median = statistics.median(times[rank] for times in whole)
+        median = statistics.median(times[rank] for times in collectives)
         others_median = statistics.median(
-            statistics.median(us for r, us in times.items() if r != rank) for times in whole
+            statistics.median(us for r, us in times.items() if r != rank) for times in collectives
         )
-        if count >= MOSTLY * len(whole) and others_median >= LONGER * median:
-            sentence = f"rank {rank}: median {median:,.0f} us in {len(whole)} collectives of communicator "
+        if count >= MOSTLY * len(collectives) and others_median >= LONGER * median:
+            sentence = f"rank {rank}: median {median:,.0f} us in {len(collectives)} collectives of communicator "
             sentence += f"{printable(communicator)}; the others {others_median:,.0f} us"
-            what = f"Rank {rank} is the shortest in {count} of {len(whole)}: it comes last, and the others wait for it "
+            detail = f"Rank {rank} is the shortest in {count} of {len(collectives)}: it comes last, and the others wait"
             return Match(
                 [Line(paths[communicator, rank], 0, sentence)],
-                [f"{what}{others_median - median:,.0f} us in the middle one."],
+                [f"{detail} for it {others_median - median:,.0f} us in the middle one."],
             )
     return None

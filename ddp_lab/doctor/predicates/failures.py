@@ -73,9 +73,9 @@ def program_exception(facts: Facts) -> Match | None:
         if last_raised:
             lines = [complaint.line.text for complaint in raised if complaint.text == last_raised.text]
             ranks = {int(match[1]) for line in lines if (match := JOB_RANK.search(line))}
-            who = f"{ranks_in_words(ranks).capitalize()} raised" if ranks else "It is"
+            subject = f"{ranks_in_words(ranks).capitalize()} raised" if ranks else "It is"
             where = f", in {last_raised.where}" if last_raised.where else ""
-            return Match([last_raised.line], [f"{who} {last_raised.text[:200].rstrip('.')}{where}."])
+            return Match([last_raised.line], [f"{subject} {last_raised.text[:200].rstrip('.')}{where}."])
     return None
 
 

@@ -140,8 +140,8 @@ def closed_by_one_host(facts: Facts) -> Match | None:
     """Every connection that closed was one to the same host, of which there is no log: it is no victim like them."""
     closed = [(line, match[1]) for line in facts.search(_CLOSED) if (match := _CLOSED.search(line.text))]
     hosts = {host for _, host in closed}
-    mine = {process.host for process in facts.processes} | {""}
-    if len(hosts) != 1 or mine & {host.split(".")[0] for host in hosts}:
+    logged_hosts = {process.host for process in facts.processes} | {""}
+    if len(hosts) != 1 or logged_hosts & {host.split(".")[0] for host in hosts}:
         return None
     return Match(
         [line for line, _ in closed],

@@ -120,8 +120,8 @@ def stuck_together(facts: Facts) -> Match | None:
     return _divergence(facts, "stuck")
 
 
-def _divergence(facts: Facts, what: str) -> Match | None:
-    divergence = next((divergence for divergence in facts.divergences if divergence.what == what), None)
+def _divergence(facts: Facts, kind: str) -> Match | None:
+    divergence = next((divergence for divergence in facts.divergences if divergence.kind == kind), None)
     return Match(evidence(divergence, facts.dumps), divergence.sentences) if divergence else None
 
 
@@ -171,8 +171,8 @@ def watchdog_timeout(facts: Facts) -> Match | None:
         group = f"group {printable(first.group)}" if first.group is not None else "its group"
         number = f", number {first.seq} of {group}" if first.seq is not None else ""
         local = "" if first.in_job or first.rank is None else " (numbers in their group)"
-        who = f"{ranks_in_words(ranks)}{local} gave up; the first is" if ranks else "It is"
-        details = [f"{who} {first.kind}{number}."]
+        subject = f"{ranks_in_words(ranks)}{local} gave up; the first is" if ranks else "It is"
+        details = [f"{subject} {first.kind}{number}."]
         if first.seq is not None and first.seq > 0:
             details.append(EARLY_HANG if first.seq <= EARLY else LATE_HANG.format(times=f"{first.seq - 1:,}"))
     elif facts.gave_up:
@@ -183,8 +183,8 @@ def watchdog_timeout(facts: Facts) -> Match | None:
             f"{ranks_in_words(ranks)} gave up{after} in group {groups}; this backend does not say in which call."
         ]
     size = max((process.world_size or 0 for process in facts.processes), default=0)
-    whole = bool(facts.gave_up) or all(timeout.in_job for timeout in facts.timeouts)
-    if details and ranks and whole and (silent := set(range(size)) - ranks):
+    is_complete = bool(facts.gave_up) or all(timeout.in_job for timeout in facts.timeouts)
+    if details and ranks and is_complete and (silent := set(range(size)) - ranks):
         details.append(f"{ranks_in_words(silent)} reported no timeout: look there first.")
     lines = [timeout.line for timeout in facts.timeouts] + [given_up.line for given_up in facts.gave_up]
     return Match(lines, details) if lines else None

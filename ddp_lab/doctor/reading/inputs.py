@@ -179,7 +179,7 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
         return None
     if is_dump(decoded):
         dump = read_dump(name, decoded)
-        if any(other.rank == dump.rank for other in inputs.facts.dumps):
+        if any(previous.rank == dump.rank for previous in inputs.facts.dumps):
             raise UserError(f"{name}: another dump of rank {dump.rank} was read already; give the dumps of one run")
         inputs.facts.dumps.append(dump)
         more = f" and {dump.point_to_point:,} sends and receives" if dump.point_to_point else ""

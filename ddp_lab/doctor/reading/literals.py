@@ -40,12 +40,12 @@ class Shapes:
             self._indices.setdefault(line.lower().translate(_ONE_DIGIT), []).append(index)
 
     @cached_property
-    def _whole(self) -> str:
+    def _joined_text(self) -> str:
         return "\n".join(self._indices)
 
     def with_one_of(self, texts: frozenset[str]) -> list[int]:
         """Indices of the lines that have one of `texts`."""
-        texts = frozenset(text for text in texts if text in self._whole)
+        texts = frozenset(text for text in texts if text in self._joined_text)
         matching = (
             [indices for shape, indices in self._indices.items() if any(text in shape for text in texts)]
             if texts

@@ -97,9 +97,9 @@ def unequal(answer: RasAnswer) -> Iterator[Line]:
             if len(ranks_at) > 1:
                 least = min(ranks_at)
                 behind = [rank for rank, number in sorted(numbers.items()) if number == least]
-                who = f"rank {behind[0]}" if len(behind) == 1 else count_of(len(behind), "rank")
+                subject = f"rank {behind[0]}" if len(behind) == 1 else count_of(len(behind), "rank")
                 maximum = f"the others up to {max(ranks_at):,}"
-                sentence = f"{who} has launched {least:,} {printable(kind)}, {maximum}".replace(
+                sentence = f"{subject} has launched {least:,} {printable(kind)}, {maximum}".replace(
                     "ranks has", "ranks have"
                 )
                 yield Line(answer.path, 0, f"communicator {printable(group.hash)} of {group.size}: {sentence}")

@@ -34,16 +34,16 @@ def stacks_in(text: Text) -> Iterator[Stack]:
         if match := _PROCESS.match(line.text):
             name, is_main = f"process {match[1]}" if match[1] else f"rank {match[2]}", False
             stack = Stack(name, line)
-            for other in text.lines[start + 1 :]:
-                if _PROCESS.match(other.text):
+            for stack_line in text.lines[start + 1 :]:
+                if _PROCESS.match(stack_line.text):
                     break
-                if thread := _THREAD.match(other.text):
+                if thread := _THREAD.match(stack_line.text):
                     is_main = thread[2] == "MainThread"
-                elif _FAULTHANDLER_THREAD.match(other.text):
+                elif _FAULTHANDLER_THREAD.match(stack_line.text):
                     stack.frames.clear()  # the main thread is the last
-                elif is_main and (frame := _FRAME.match(other.text)):
+                elif is_main and (frame := _FRAME.match(stack_line.text)):
                     stack.frames.append(frame[1])
-                elif frame := _FAULTHANDLER_FRAME.match(other.text):
+                elif frame := _FAULTHANDLER_FRAME.match(stack_line.text):
                     stack.frames.append(f"{frame[3]} ({frame[1]}:{frame[2]})")
             if stack.frames:
                 yield stack

@@ -45,7 +45,7 @@ class Line(NamedTuple):
     before: str = ""
 
     @property
-    def whole(self) -> str:
+    def full(self) -> str:
         return self.before + self.text
 
     @property
@@ -72,7 +72,7 @@ class Text:
         return [*enumerate(self.lines), *self.joined]
 
     @cached_property
-    def whole(self) -> str:
+    def joined_text(self) -> str:
         """All lines in one string, since one search in it is much faster than one in each line."""
         return "\n".join(line.text for _, line in self._searched)
 
@@ -106,7 +106,7 @@ class Text:
         if places == []:
             return
         if places is None or spans_lines:
-            for match in pattern.finditer(self.whole):
+            for match in pattern.finditer(self.joined_text):
                 place = bisect_right(self._starts, match.start()) - 1
                 yield place, match, match.start() - self._starts[place]
             return
@@ -156,8 +156,8 @@ def _clean(content: bytes, encoding: str) -> str:
 
 
 def _split(path: str, decoded: str, first: int) -> Iterator[Line]:
-    for number, whole in enumerate(decoded.split("\n"), first):
-        for part in whole.rstrip("\r").split("\r") if whole else ():
+    for number, text in enumerate(decoded.split("\n"), first):
+        for part in text.rstrip("\r").split("\r") if text else ():
             for start in range(0, max(1, len(part) - OVERLAP), LONGEST_LINE - OVERLAP):
                 line = bare(Line(path, number, part[start : start + LONGEST_LINE]))
                 if line.text or not line.before:
@@ -175,8 +175,8 @@ def bare(line: Line) -> Line:
 
 def _terminal_width(lines: Sequence[Line]) -> int:
     """Of the terminal that has wrapped these lines: that of the longest, if another fills it too; 0 if none has."""
-    width = max((len(line.whole) for line in lines), default=0)
-    full = sum(len(line.whole) >= width - 1 for line in lines)
+    width = max((len(line.full) for line in lines), default=0)
+    full = sum(len(line.full) >= width - 1 for line in lines)
     return width if NARROWEST_TERMINAL <= width <= WIDEST_TERMINAL and full > 1 else 0
 
 
@@ -185,11 +185,11 @@ def _joined(lines: Sequence[Line], width: int) -> Iterator[tuple[int, Line]]:
     index = 0
     while index < len(lines):
         end = index
-        while end - index < MOST_WRAPPED and end + 1 < len(lines) and len(lines[end].whole.rstrip()) >= width - 1:
+        while end - index < MOST_WRAPPED and end + 1 < len(lines) and len(lines[end].full.rstrip()) >= width - 1:
             end += 1
         if end > index:
-            parts = [line.whole.rstrip().ljust(width) for line in lines[index:end]]
-            yield index, bare(Line(lines[index].path, lines[index].number, "".join(parts) + lines[end].whole))
+            parts = [line.full.rstrip().ljust(width) for line in lines[index:end]]
+            yield index, bare(Line(lines[index].path, lines[index].number, "".join(parts) + lines[end].full))
         index = end + 1
 
 

@@ -48,10 +48,10 @@ class Topology:
         nearest = [nic for nic, distance in reach.items() if distance == min(reach.values())]
         return sorted(nearest, key=lambda nic: ("bond" not in nic, self.nics.index(nic)))
 
-    def crosses_numa(self, gpu: str, other: str) -> bool:
+    def crosses_numa(self, gpu: str, peer: str) -> bool:
         """Whether two GPUs reach each other over PCIe and the link between NUMA nodes (NVLink does not pass it)."""
-        link = self.links[gpu].get(other, "")
-        homes = {home for device in (gpu, other) if (home := self.numa_affinity.get(device, "")).isdecimal()}
+        link = self.links[gpu].get(peer, "")
+        homes = {home for device in (gpu, peer) if (home := self.numa_affinity.get(device, "")).isdecimal()}
         return link == "SYS" or (len(homes) == 2 and not link.startswith("NV"))
 
     def pairs_across_numa(self) -> list[tuple[str, str]]:
@@ -97,17 +97,17 @@ def _read_matrix(header: tuple[list[str], list[str]], line: Line, below: list[Li
     rows: dict[str, dict[str, str]] = {}
     numa: dict[str, str] = {}
     legend: dict[str, str] = {}
-    for other in below:
-        tokens = other.text.split()
-        if (match := _LEGEND.match(other.text)) and match[1] in devices:
+    for row in below:
+        tokens = row.text.split()
+        if (match := _LEGEND.match(row.text)) and match[1] in devices:
             legend[match[1]] = match[2]
-        elif _read_header(other.text):
+        elif _read_header(row.text):
             break  # the next matrix
         elif tokens and tokens[0] in devices and tokens[0] not in rows:
             links = tokens[1 : 1 + len(devices)]
             if len(links) < len(devices) or not all(_LINK.fullmatch(link) for link in links):
                 raise UserError(
-                    f"{other.place}: {tokens[0]} has no readable link to each of the {len(devices)} devices in line "
+                    f"{row.place}: {tokens[0]} has no readable link to each of the {len(devices)} devices in line "
                     f"{line.number}; paste the whole output of nvidia-smi topo -m"
                 )
             rows[tokens[0]] = {device: link.replace("SOC", "SYS") for device, link in zip(devices, links, strict=True)}

@@ -104,7 +104,7 @@ def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
         for place, status in statuses_in(text):
             statuses[status.rank, status.timed_out].append((place, status))
         for index, line in text.find(_BEGINS):
-            broken = " ".join(other.text.strip() for other in text.lines[index : index + _MOST_BROKEN])
+            broken = " ".join(part.text.strip() for part in text.lines[index : index + _MOST_BROKEN])
             if not (match := _TIMEOUT.search(line.text) or _TIMEOUT.search(broken)):
                 continue
             job, local = _job_rank(match), int(match[1]) if match[1] else None

@@ -45,8 +45,8 @@ REASONS = {
 
 def gradient_is_missing(look: Look) -> Words | None:
     in_a, in_b = look.comparison.only.get(look.step, ([], []))
-    names, which, other = (in_a, "B", "A") if in_a else (in_b, "A", "B")
-    return {"names": and_others(names), "count": len(names), "which": which, "other": other} if names else None
+    names, run, other_run = (in_a, "B", "A") if in_a else (in_b, "A", "B")
+    return {"names": and_others(names), "count": len(names), "which": run, "other": other_run} if names else None
 
 
 def is_frozen_in_one_run(look: Look) -> bool:
@@ -84,7 +84,7 @@ def some_ranks_agree(look: Look) -> Words | None:
 def ranks_have_other_factors(look: Look) -> Words | None:
     """And nothing else is different."""
     first = look.first
-    is_factor = all(remainder <= CLOSE * abs(first.factor[which]) for which, remainder in first.remainder.items())
+    is_factor = all(remainder <= CLOSE * abs(first.factor[key]) for key, remainder in first.remainder.items())
     return {"factors": _by_rank({rank: factor for (rank, _), factor in first.factor.items()})} if is_factor else None
 
 
@@ -120,7 +120,7 @@ def is_of_step_before(look: Look) -> bool:
 
 def losses_have_other_scales(look: Look) -> Words | None:
     """The losses of ranks or micro-batches count alike, though they are means over different numbers."""
-    scales = {which: scale for which, scale in look.comparison.scales[look.step].items() if which[0] >= 0}
+    scales = {key: scale for key, scale in look.comparison.scales[look.step].items() if key[0] >= 0}
     values = np.abs(list(scales.values()))
     if len(values) < 2 or np.ptp(values) <= NEAR * values.max():
         return None
@@ -133,10 +133,10 @@ def micro_batches_count_otherwise(look: Look) -> Words | None:
         return None
     counted = ""
     for counts, name in ((np.abs(weights).max(1), "rank"), (np.abs(weights).max(0), "micro-batch")):
-        which = np.flatnonzero(counts > 10 * NEAR * counts.max())
-        if len(which) == 1 < len(counts):
-            is_last = name == "micro-batch" and which[0] == len(counts) - 1
-            counted = f"the last {name}" if is_last else f"{name} {which[0]}"
+        indices = np.flatnonzero(counts > 10 * NEAR * counts.max())
+        if len(indices) == 1 < len(counts):
+            is_last = name == "micro-batch" and indices[0] == len(counts) - 1
+            counted = f"the last {name}" if is_last else f"{name} {indices[0]}"
     return {"weights": ", ".join(f"x {weight:.3g}" for weight in weights[0]), "counted": counted}
 
 
@@ -185,7 +185,7 @@ def some_are_multiples(look: Look) -> Words | None:
     if factor is None:
         return None
     factors = {gradient.name: gradient.one_factor for gradient in look.gradients if gradient.norm}
-    alike = [name for name, other in factors.items() if other is not None and abs(other / factor - 1) < NEAR]
+    alike = [name for name, value in factors.items() if value is not None and abs(value / factor - 1) < NEAR]
     return {"names": and_others(alike), "is_all": len(alike) > 0.9 * len(factors)}
 
 

@@ -29,10 +29,10 @@ def group_has_other_samples(look: Look) -> Words | None:
     first_ranks: dict[tuple[int, ...], int] = {}
     for rank, place in enumerate(product(*map(range, degrees.values()))) if degrees else ():
         data = tuple(at for name, at in zip(degrees, place, strict=True) if name not in CUTTING)
-        other = first_ranks.setdefault(data, rank)
-        if set(of_b[rank]) != set(of_b[other]):
+        first_rank = first_ranks.setdefault(data, rank)
+        if set(of_b[rank]) != set(of_b[first_rank]):
             group = " and ".join(name for name in degrees if name in CUTTING)
-            return {"other": other, "rank": rank, "group": group}
+            return {"other": first_rank, "rank": rank, "group": group}
     return None
 
 
@@ -198,8 +198,8 @@ def positions_are_of_other_tokens(look: Look) -> bool:
     """What ranks have of a sample, each token at its position, does not add up to run A's."""
     if not look.facts("has_positions")[1]:
         return False
-    whole, *_ = _tokens(look.comparison.a, look.step)
-    return not np.array_equal(np.sum(_tokens(look.comparison.b, look.step), axis=0), whole)
+    tokens, *_ = _tokens(look.comparison.a, look.step)
+    return not np.array_equal(np.sum(_tokens(look.comparison.b, look.step), axis=0), tokens)
 
 
 def _tokens(run: Recorded, step: int) -> list[list[int]]:

@@ -138,11 +138,11 @@ def weights_of_micro_batches(comparison: Comparison, step: int) -> np.ndarray | 
     Biases and norms tell: what each sample adds to their gradients is known from run A. None: they do not tell.
     """
     table = comparison.a.table(step)
-    keys = [[set(some) for some in facts["keys"]] for facts in comparison.b.facts[step]]
+    keys = [[set(batch) for batch in facts["keys"]] for facts in comparison.b.facts[step]]
     columns, of_b = list[np.ndarray](), list[np.ndarray]()
     for gradient in comparison.of(step, GRADIENT):
         place = Place(SHARE, gradient.name)
-        target, theirs = sketch_of(comparison.a, step, gradient), sketch_of(comparison.b, step, gradient)
+        target, sketch = sketch_of(comparison.a, step, gradient), sketch_of(comparison.b, step, gradient)
         if place not in table.places:
             continue
         rows = table.places[place]
@@ -150,9 +150,9 @@ def weights_of_micro_batches(comparison: Comparison, step: int) -> np.ndarray | 
         factor = float(of_a @ target) / max(float(of_a @ of_a), 1e-300)  # clipping
         if not is_close(of_a * factor, target):
             continue
-        parts = [[rows[np.isin(table.key[rows], list(some))] for some in of_rank] for of_rank in keys]
+        parts = [[rows[np.isin(table.key[rows], list(batch))] for batch in of_rank] for of_rank in keys]
         columns.append(np.stack([table.sketches[part].sum(0) * factor for of_rank in parts for part in of_rank], 1))
-        of_b.append(theirs)
+        of_b.append(sketch)
     count = sum(map(len, keys))
     if count < 2 or len({len(of_rank) for of_rank in keys}) > 1:
         return None

@@ -55,7 +55,7 @@ ONLY_READ = frozenset({"grads"})
 
 FLOPS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
-    aten._grouped_mm: lambda rows, other, *_, **__: 2 * rows.numel() * other.shape[-1],
+    aten._grouped_mm: lambda rows, weight, *_, **__: 2 * rows.numel() * weight.shape[-1],
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         aten._scaled_dot_product_flash_attention_backward

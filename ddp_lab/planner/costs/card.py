@@ -142,8 +142,8 @@ def attention_form(parts: Mapping[tuple[int, int, int], float], lengths: Sequenc
     for backward in (0, 1):
         slow, fast = 1 / parts[backward, FULL_HEAD, short], 1 / parts[backward, FULL_HEAD, long]
         slope = (slow - fast) / (1 / short - 1 / long)
-        whole = fast - slope / long
-        halves.append(min(max(slope / whole, 0.0), long) if whole > 0 else float(long))
+        intercept = fast - slope / long
+        halves.append(min(max(slope / intercept, 0.0), long) if intercept > 0 else float(long))
     half = fmean(halves)
     best = [fmean(parts[way, FULL_HEAD, s] * (s + half) / s for s in lengths) for way in (0, 1)]
     ratios = [parts[way, FULL_HEAD, s] / parts[way, FULL_HEAD // 2, s] for way in (0, 1) for s in lengths]

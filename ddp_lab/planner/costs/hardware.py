@@ -101,11 +101,11 @@ def filled(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {**(table()["devices"][like] if like else {}), **entry}
 
 
-def canonical_name(name: str, entries: Mapping[str, Any], what: str, more_names: Iterable[str] = ()) -> str:
+def canonical_name(name: str, entries: Mapping[str, Any], noun: str, more_names: Iterable[str] = ()) -> str:
     """The key in `entries` that `name` stands for."""
     spellings = {spelled(alias): key for key, entry in entries.items() for alias in (key, *entry.get("aliases", ()))}
     if spelled(name) not in spellings:
-        raise UserError(unknown_name(what, name, [*entries, *more_names]))
+        raise UserError(unknown_name(noun, name, [*entries, *more_names]))
     return spellings[spelled(name)]
 
 

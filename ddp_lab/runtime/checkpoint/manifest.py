@@ -158,8 +158,8 @@ def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}") from error
     if foreign:
-        what = "a symbolic link; to resume from there, name the folder itself" if foreign[0].is_symlink() else "a file"
-        raise UserError(f"{foreign[0]} has the name of a checkpoint, but is {what}; move it away")
+        kind = "a symbolic link; to resume from there, name the folder itself" if foreign[0].is_symlink() else "a file"
+        raise UserError(f"{foreign[0]} has the name of a checkpoint, but is {kind}; move it away")
     return sorted(named, reverse=True)
 
 

@@ -42,7 +42,7 @@ class Checkpoints:
     def __init__(self, config: RunConfig, ranks: RankContext, run_id: str, versions: dict[str, str]) -> None:
         self._ranks, self._run_id, self._versions = ranks, run_id, versions
         self.origin: Origin | None = find_origin(config)
-        self.done = self.origin.manifest.step if self.origin else 0
+        self.step = self.origin.manifest.step if self.origin else 0
         self._every = config.checkpoint_every
         self._saver: Saver | None = None
         if self._every:
@@ -53,9 +53,9 @@ class Checkpoints:
 
     def require_steps_left(self, steps: int) -> None:
         """Refuse a checkpoint past the end of the run. At the end, only the evaluation is left."""
-        if self.done > steps:
+        if self.step > steps:
             raise UserError(
-                f"--resume: the checkpoint was made after step {self.done}, but this run ends after step {steps}; "
+                f"--resume: the checkpoint was made after step {self.step}, but this run ends after step {steps}; "
                 "raise --max-steps or --epochs"
             )
 
@@ -76,7 +76,7 @@ class Checkpoints:
         self._strategy, self._last_step = strategy, steps
         if self.origin or self._saver:
             self._manifest = msgspec.structs.replace(
-                manifest_of(strategy, self.done),
+                manifest_of(strategy, self.step),
                 run_id=self._run_id,
                 job=current_job(),
                 choice=config.choice,
@@ -95,16 +95,16 @@ class Checkpoints:
             on_every_rank(lambda: self._load(path, manifest, now == then))
         strategy.parameters_are_loaded()
         if self._ranks.is_main:
-            print(f"{config.label}: resumes after step {self.done} from {path}", flush=True)
-        strategy.optimizer_steps = self.done
+            print(f"{config.label}: resumes after step {self.step} from {path}", flush=True)
+        strategy.optimizer_steps = self.step
         if now != then:
             strategy.notes.append(
-                f"resumed after step {self.done} with {ranks_in_words(*now)} instead of {ranks_in_words(*then)}: the "
+                f"resumed after step {self.step} with {ranks_in_words(*now)} instead of {ranks_in_words(*then)}: the "
                 "samples and their order are the same, the random numbers of dropout are new"
             )
         if config.strategy.compress:
             strategy.notes.append(
-                f"resumed after step {self.done} without the error feedback of --compress "
+                f"resumed after step {self.step} without the error feedback of --compress "
                 f"{config.strategy.compress}, which is not saved: later steps differ from those of a "
                 "run that was not stopped"
             )

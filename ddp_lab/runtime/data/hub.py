@@ -211,7 +211,7 @@ _WHOLE_FILES = {"text": {"sample_by": "document"}}
 """A file of plain text is one row."""
 
 
-def _load(what: str, name: str, load: Callable[[], Loaded]) -> Loaded:
+def _load(noun: str, name: str, load: Callable[[], Loaded]) -> Loaded:
     """Run a library's loading code. Whatever it raises becomes one line that says what to do."""
     try:
         return load()
@@ -220,9 +220,9 @@ def _load(what: str, name: str, load: Callable[[], Loaded]) -> Loaded:
     except Exception as error:  # the libraries raise many kinds, from OSError to pyarrow's own
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if Path(name).expanduser().exists():
-            raise UserError(f"{what} {name}: cannot be read: {reason}") from error
+            raise UserError(f"{noun} {name}: cannot be read: {reason}") from error
         raise UserError(
-            f"{what} {name}: cannot be loaded from the hub ({reason}); check the name and the network, give a local "
+            f"{noun} {name}: cannot be loaded from the hub ({reason}); check the name and the network, give a local "
             "path, or train without either: --workload sample"
         ) from error
 

@@ -103,9 +103,9 @@ def _first(data: Any, count: int | None) -> Any:
 
 
 @contextmanager
-def in_one_line(what: str, hint: str = "") -> Iterator[None]:
-    """What the user's code raises within becomes one line that begins with `what`, names the line of the file, and ends
-    with `hint`.
+def in_one_line(prefix: str, hint: str = "") -> Iterator[None]:
+    """What the user's code raises within becomes one line that begins with `prefix`, names the line of the file, and
+    ends with `hint`.
     """
     try:
         yield
@@ -114,7 +114,7 @@ def in_one_line(what: str, hint: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:  # whatever it is, it is the user's
         words = error.msg if isinstance(error, SyntaxError) else next(iter(words_of(error).splitlines()), "")
         advice = f"; {hint}" if hint else ""
-        mistake = UserError(f"{what}: {type(error).__name__}: {words}{place_in_own_file(error)}{advice}")
+        mistake = UserError(f"{prefix}: {type(error).__name__}: {words}{place_in_own_file(error)}{advice}")
         mistake.traceback = traceback_of(error)
         raise mistake from error
 
@@ -160,9 +160,9 @@ def require_trains(name: str, workload: Workload, device: torch.device) -> None:
 
     A loss that is a mean is the same for both; a loss that is a sum doubles.
     """
-    some = range(min(TRIED_SAMPLES, len(workload.evaluation)))
+    indices = range(min(TRIED_SAMPLES, len(workload.evaluation)))
     with in_one_line(f"--workload {name}: evaluation"):
-        samples = [workload.evaluation[index] for index in some]
+        samples = [workload.evaluation[index] for index in indices]
     with in_one_line(f"--workload {name}: train[0]"):
         first = workload.train[0]
     model = workload.model.to(device)

@@ -36,8 +36,8 @@ class SimulatedLink:
         return cls(bits_per_s, float(Decimal(parts[3] or 0) * SECONDS[parts[4] or "s"]))
 
     def __str__(self) -> str:
-        whole, scale = next((unit, scale) for unit, scale in UNITS.items() if self.bits_per_s >= scale)
-        rate = f"{self.bits_per_s / scale:.12g}{whole}"
+        unit, scale = next((unit, scale) for unit, scale in UNITS.items() if self.bits_per_s >= scale)
+        rate = f"{self.bits_per_s / scale:.12g}{unit}"
         if not self.latency_s:
             return rate
         unit = next((unit for unit in reversed(SECONDS) if self.latency_s >= SECONDS[unit]), "us")

@@ -169,7 +169,7 @@ def build_timeline(
         allocated, next_point = curve[end - 1][1], end
         highest = max(highest, allocated)
         row = {"ms": ms(marks[index][0]) if index != order[0] else 0.0, "where": where}
-        row |= {f"{component}_bytes": held for component, held in nbytes.items()}
+        row |= {f"{component}_bytes": size for component, size in nbytes.items()}
         rows.append(row | {"allocated_bytes": allocated, "highest_bytes": highest})
     spans = [{"name": name, "start_ms": ms(start), "end_ms": ms(end)} for start, end, name in phases]
     return {name: [row[name] for row in rows] for name in rows[0]} | {"phases": spans}

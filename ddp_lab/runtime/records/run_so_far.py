@@ -229,7 +229,7 @@ class RunSoFar:
         tell_torchrun(line, began_s)
         print(line, file=sys.stderr, flush=True)
 
-    def _write_last(self, what: str, suffix: str, text: str) -> str:
+    def _write_last(self, noun: str, suffix: str, text: str) -> str:
         """Write a file of a run that ends early, and say where: elsewhere if its own disk is full."""
         name = f"{self.run_id or make_run_id()}.{suffix}"
         problem: Exception | None = None
@@ -237,10 +237,10 @@ class RunSoFar:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_text(folder / name, text)
-                return f"; {what}: {folder / name}"
+                return f"; {noun}: {folder / name}"
             except (OSError, UserError) as error:
                 problem = problem or error
-        return f"; no {what}: {problem}"
+        return f"; no {noun}: {problem}"
 
     def keep_flight(self, rank: int, state: RankState) -> None:
         """Write the flight record of a rank that ends beside the run record, and remove its unfinished trace."""

@@ -124,16 +124,16 @@ def nothing(rows: Sequence[Row], core: float, report: str) -> Finding:
     clauses = [f"loading data takes at most {max(share(row, 'data_s') for row in rows):.0%}"]
     if all(row["late_s"] is not None for row in rows) and len(rows) > 1:
         clauses.append("no rank stands out as late")
-    what = "nothing stands out"
+    limit = "nothing stands out"
     if rows[0]["device_s"] is not None:
         device = min(share(row, "device_s") for row in rows)
-        what = f"GPU-bound: each host waits for its GPU for {device:.0%} of a step or more"
+        limit = f"GPU-bound: each host waits for its GPU for {device:.0%} of a step or more"
         clauses.append("how much of it is communication, traces tell")
     elif any(row["collectives_s"] is None for row in rows):
         clauses.append("what collectives cost, traces tell, since C++ waits for them")
     else:
         sent = min(share(row, "collectives_s") for row in rows)
-        what = "compute-bound" if core < WORTH_NAMING else what
+        limit = "compute-bound" if core < WORTH_NAMING else limit
         clauses.append(f"waiting in collectives takes {sent:.0%} on the rank that waits least")
     if core >= WORTH_NAMING:
         clauses.append(f"a thread had no core for {core:.0%}, which may explain what is shorter")

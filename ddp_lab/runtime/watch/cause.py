@@ -170,10 +170,10 @@ def _killed(reports: Reports, gone: Sequence[int], out_of_memory: bool, names: R
     state, crash = reports[first].state, reports[first].crash
     ranks = f"rank {names(first)}" if len(gone) == 1 else f"ranks {names(*gone)}; first rank {names(first)}"
     if crash:
-        what = f"crashed ({crash.splitlines()[0].removeprefix('Fatal Python error: ')})"
+        end = f"crashed ({crash.splitlines()[0].removeprefix('Fatal Python error: ')})"
     else:
-        what = "was killed (SIGKILL, or it exited without an error)"
-    message = f"{ranks} {what} {state}".rstrip()
+        end = "was killed (SIGKILL, or it exited without an error)"
+    message = f"{ranks} {end} {state}".rstrip()
     if out_of_memory:
         message += "; the kernel killed a process because memory ran out: use a smaller --global-batch-size or model"
     elif not crash:
@@ -191,8 +191,8 @@ def _mismatched(states: Mapping[int, RankState], mismatch: Mismatch) -> Ending:
 def _interrupted(reports: Reports, ranks: Sequence[int], names: RankNames) -> Ending:
     state, reason = reports[ranks[0]].state, reports[ranks[0]].reason
     assert reason is not None
-    who = "" if len(ranks) == len(reports) else f"rank {names(*sorted(ranks))} was "
-    message = f"{who}stopped by {reason.text}" + (f" while {state.phase}" if state.phase and state.step < 0 else "")
+    subject = "" if len(ranks) == len(reports) else f"rank {names(*sorted(ranks))} was "
+    message = f"{subject}stopped by {reason.text}" + (f" while {state.phase}" if state.phase and state.step < 0 else "")
     return _ending(INTERRUPTED, min(ranks), state, message)
 
 
@@ -227,12 +227,12 @@ def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Endin
     state = states[waiting]
     seconds = f"{time.time() - state.waits_since_s:.0f} s" if state.phase else "its whole timeout"
     if not missing:
-        who = "every rank waits" if len(members) == len(reports) else f"ranks {names(*members)} wait"
-        message = f"{who} for another; rank {names(waiting)} for {seconds} {state}"
+        subject = "every rank waits" if len(members) == len(reports) else f"ranks {names(*members)} wait"
+        message = f"{subject} for another; rank {names(waiting)} for {seconds} {state}"
         return _ending(HUNG, waiting, state, message)
     first, state = missing[0], states[missing[0]]
-    what = "is stopped (SIGSTOP)" if stopped else "hangs on its device" if on_device else "hangs"
-    message = f"rank {names(first)} {what if state.phase or stopped else 'does not answer'} {state}".rstrip()
+    symptom = "is stopped (SIGSTOP)" if stopped else "hangs on its device" if on_device else "hangs"
+    message = f"rank {names(first)} {symptom if state.phase or stopped else 'does not answer'} {state}".rstrip()
     if len(missing) > 1:
         message = f"ranks {names(*missing)} did not join; {message}"
     if waiting not in missing:

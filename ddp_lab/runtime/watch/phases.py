@@ -55,13 +55,13 @@ for its `device`; how many collectives were `issued`, and how many of them Pytho
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(activity: str) -> Iterator[None]:
     """What is done within this context counts as `waited[what]`."""
     began = time.perf_counter()
     try:
         yield
     finally:
-        waited[what] += time.perf_counter() - began
+        waited[activity] += time.perf_counter() - began
 
 
 _schedstat = threading.local()

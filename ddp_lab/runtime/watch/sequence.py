@@ -76,9 +76,9 @@ class CollectiveRecorder:
         """Record the collectives of `group` too, if they are not yet."""
         if any(group is followed for followed, _ in self._groups):
             return
-        members, what = Ranks(dist.get_process_group_ranks(group)), description(group)
+        members, purpose = Ranks(dist.get_process_group_ranks(group)), description(group)
         self._groups.append((group, members))
-        number = sum((members, what) == (ranks, description(group)) for group, ranks in self._groups)
+        number = sum((members, purpose) == (ranks, description(group)) for group, ranks in self._groups)
         timeouts: dict[str, float] = {}
         for device in group._device_types:
             backend = group._get_backend(device)
@@ -87,7 +87,7 @@ class CollectiveRecorder:
             if backend.supports_abort_hooks:
                 backend.register_abort_hook(HOOK_ID, self._on_abort)
                 self._hooks.callback(backend.unregister_abort_hook, HOOK_ID)
-        before = self._before(group.group_name, group_name(members, what, number), timeouts)
+        before = self._before(group.group_name, group_name(members, purpose, number), timeouts)
         group.register_pre_hook(HOOK_ID, before)
         group.register_post_hook(HOOK_ID, self._after(group.group_name))
         self._hooks.callback(group.unregister_pre_hook, HOOK_ID)
