@@ -50,7 +50,7 @@ def compare(dumps: Sequence[Dump]) -> list[Divergence]:
 
 
 def evidence(divergence: Divergence, dumps: Sequence[Dump]) -> list[Line]:
-    """What each rank's dump says of the divergence, as lines to quote."""
+    """Lines to quote: the call of each rank's dump at the divergence."""
     lines = []
     for dump in sorted(dumps, key=lambda dump: dump.rank):
         call = divergence.calls.get(dump.rank)

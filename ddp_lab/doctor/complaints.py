@@ -1,7 +1,7 @@
 """The complaints of a log that no rule explains, so that nothing is hidden.
 
-Those that differ only in numbers are one, and so are ends of processes that mean the same, with how often they are
-there, on which ranks, and where first.
+Complaints that differ only in numbers count as one, and so do process exits that mean the same. Each has its count,
+its ranks and its first place.
 """
 
 import re
@@ -54,7 +54,7 @@ class Complaint:
 
     @property
     def meaning(self) -> Meaning | None:
-        """What the source of NCCL or torch says of it, if that is known."""
+        """The meaning by the source of NCCL or torch, if it is known."""
         return next((meaning for meaning in all_meanings() if re.search(meaning.pattern, self.text)), None)
 
     @property
@@ -89,5 +89,5 @@ def unexplained(facts: Facts, findings: Sequence[Finding]) -> list[Complaint]:
 
 
 def _alike(text: str) -> str:
-    """What is the same in texts that differ in ranks, processes, addresses and times: not in codes of errors."""
+    """The text without ranks, processes, addresses and times. Codes of errors stay."""
     return _NUMBER.sub(lambda match: match[0] if match[1] else "N", text).strip()

@@ -50,7 +50,7 @@ def _apply(rule: Rule, facts: Facts) -> Finding | None:
 
 
 def _says_less(finding: Finding, before: Sequence[Finding]) -> bool:
-    """Whether a place or a symptom has only lines that are quoted already for something better."""
+    """Whether a place or a symptom has only lines that an earlier finding quotes."""
     quoted = {line for earlier in before for line in earlier.lines + earlier.explained}
     return finding.rule.kind in ("place", "symptom") and bool(finding.lines) and quoted.issuperset(finding.lines)
 
@@ -70,7 +70,7 @@ _FOR_HIP = {
     "CUDA_VISIBLE_DEVICES": "HIP_VISIBLE_DEVICES",
     r"torch\.version\.cuda": "torch.version.hip",
 }
-"""AMD's for NVIDIA's, the first that fits. A command with another of NVIDIA's tools is left out."""
+"""AMD's tools for NVIDIA's; the first entry that fits counts. A command with any other tool of NVIDIA is left out."""
 _NVIDIA = re.compile(r"nvidia|dcgmi|compute-sanitizer|TORCH_CUDA_ARCH|GPU-UUID")
 
 

@@ -32,7 +32,7 @@ _OF_ITSELF = re.compile(
 )
 _HIP = re.compile(r"\bHIP (?:error|failure|out of memory)|\bRCCL\b|librccl|/hipify/|/opt/rocm|\+rocm\d")
 LAST_LINES = 30
-"""What is said in the last lines of a text may be why it ends."""
+"""Lines at the end of a text that may say why it ends."""
 EARLY = 3
 """A hang in one of a group's first collectives cannot come from what the program did later: DDP checks and broadcasts
 parameters before anything else."""
@@ -86,8 +86,8 @@ class Facts:
         return self.search(_FAILED)
 
     def ended_with(self, lines: Iterable[Line]) -> bool:
-        """Whether the job failed or hung, or the text ends soon after one of `lines`, or one is of NCCL, of torch's
-        prefix of uncaught exceptions, of the kernel or of the scheduler: these do not speak of what was caught."""
+        """Whether the job failed or hung; or the text ends soon after one of `lines`; or one of them is from NCCL, the
+        kernel or the scheduler, or has torch's prefix of uncaught exceptions. These never report a caught exception."""
         last = {text.path: text.lines[-1].number for text in self.texts if text.lines}
         near = (line.number > last.get(line.path, 0) - LAST_LINES or _OF_ITSELF.search(line.text) for line in lines)
         return bool(self.failures or self.hangs) or any(near)

@@ -64,7 +64,7 @@ class Answer:
 
 
 def least_agreement(quantities: Sequence[Quantity]) -> Quantity | None:
-    """Of those that are more than rounding."""
+    """The quantity that agrees to the fewest digits, without those that may be all rounding."""
     return min(
         (quantity for quantity in quantities if not quantity.is_small),
         key=lambda quantity: quantity.digits,
@@ -82,7 +82,7 @@ def named(quantity: Quantity) -> str:
 
 
 def place(quantity: Quantity) -> str:
-    """Which step, module and ranks, and by how much."""
+    """In which step, module and ranks the difference is, and how large it is."""
     worst = f"off by {quantity.worst:.2g} of its norm, where rounding explains {quantity.limit:.2g}"
     ranks = [rank for rank in quantity.ranks if rank >= 0]
     where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""

@@ -1,5 +1,5 @@
-"""How `ddp-lab parity` asks the runs that it starts to record themselves: by environment variables, of which `HOOK`
-names what a run calls with its strategy."""
+"""`ddp-lab parity` asks the runs that it starts to record themselves. It sets environment variables; `HOOK` names the
+function that a run calls with its strategy."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "DDP_LAB_PARITY"
 DROPOUT = ("p", "dropout", "dropout_p", "attention_dropout", "attn_dropout", "dropout_prob")
-"""Attributes of modules that drop something, by PyTorch and transformers."""
+"""Names of attributes that hold a dropout probability, in PyTorch and transformers."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ def asking(request: Asked) -> Iterator[None]:
 
 
 def record(strategy: "Strategy") -> None:
-    """Record the next steps without dropout, which no two runs would draw alike."""
+    """Record the next steps without dropout: no two runs would draw the same elements."""
     from ddp_lab.parity.recorder import watch
 
     request = msgspec.json.decode(os.environ[VARIABLE], type=Asked)

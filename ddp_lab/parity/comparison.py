@@ -1,7 +1,7 @@
 """Two recorded runs, quantity by quantity, in the order in which a step makes them.
 
-A quantity agrees if each rank has the same as run A, or if what the ranks have adds up to it (partial sums of tensor
-parallelism), or if it is cut over ranks and its moments add up. How far they may differ is what rounding does
+A quantity agrees in one of three ways: each rank has the same as run A; the ranks' tensors add up to it (partial sums
+of tensor parallelism); or it is cut over ranks and its moments add up. Rounding sets how far they may differ
 (`quantity.limit_of`).
 """
 
@@ -125,7 +125,8 @@ def _without_limits(a: Recorded, b: Recorded) -> Comparison:
 
 
 def _compared(step: int, place: Place, a: Table, b: Table, left_out: dict[str, set[str]]) -> Quantity | None:
-    """None: the runs give no like for like."""
+    """What both runs have of a quantity. None: they have nothing that compares."""
+    # rows of both runs, by sample
     in_a, rows = dict[int, int](), b.places[place]
     for row in a.places[place]:
         in_a.setdefault(int(a.key[row]), row)
@@ -138,6 +139,7 @@ def _compared(step: int, place: Place, a: Table, b: Table, left_out: dict[str, s
     of_model = a.elements[at_a] == b.elements[at_b]
     if not place.name and of_model.any():  # what an earlier stage of a pipeline answers is not what the model does
         at_a, at_b = at_a[of_model], at_b[of_model]
+    # each rank and micro-batch by itself
     groups: dict[tuple[int, int], list[int]] = {}
     for number, row in enumerate(at_b):
         groups.setdefault((int(b.rank[row]), int(b.micro_batch[row])), []).append(number)
@@ -158,6 +160,7 @@ def _compared(step: int, place: Place, a: Table, b: Table, left_out: dict[str, s
     if place.kind == PARAMETER:  # the norm of an update, and how coarse its parameter is beside it
         quantity.norm = float(np.linalg.norm(a.sketches[at_a[0]]))
         quantity.coarse = float(a.norm[at_a[0]]) / max(quantity.norm, 1e-300)
+    # sums over ranks, of copies or of parts
     shares = b.elements[at_b] / a.elements[at_a]
     is_cut = bool((shares != 1).any())
     if not is_of_modules and not is_cut:
@@ -198,7 +201,7 @@ def _sizes(moments: np.ndarray) -> np.ndarray:
 
 
 def _difference(of_a: np.ndarray, of_b: np.ndarray) -> tuple[float, float, float]:
-    """Relative norm of the difference, the factor, and the relative norm without it."""
+    """Relative norm of the difference; the factor between both; and the relative norm once the factor is taken out."""
     size, product = float((of_a * of_a).sum()), float((of_a * of_b).sum())
     if not np.isfinite(size + product) or not np.isfinite(of_b).all():
         is_alike = np.array_equal(np.isfinite(of_a), np.isfinite(of_b))
@@ -223,7 +226,7 @@ def _take(quantity: Quantity, way: str, error: float, factor: float, remainder: 
 
 
 def _scales(gradients: list[Quantity]) -> dict[tuple[int, int], float]:
-    """The most common factor of output gradients, by rank and micro-batch."""
+    """The median factor of output gradients, by rank and micro-batch."""
     factors_by_batch: dict[tuple[int, int], list[float]] = {}
     for gradient in gradients:
         if gradient.norm:

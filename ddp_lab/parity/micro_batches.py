@@ -1,4 +1,4 @@
-"""Which samples a forward pass is of, so that runs that cut a batch differently can be compared sample by sample."""
+"""Which samples a forward pass has. So runs that cut a batch differently are compared sample by sample."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ class MicroBatches:
         self.number, self.of_step, self._calls = -1, list[MicroBatch](), dict[str, int]()
 
     def know(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """All micro-batches of the step, ahead: a stage of a pipeline does not see them."""
+        """Read all micro-batches of the step beforehand, since a later stage of a pipeline does not see them."""
         if self._in_pipeline:
             self.of_step += [self._made_of(batch) for batch in micro_batches]
 

@@ -1,6 +1,6 @@
-"""What both runs have of one quantity, and how far it may differ: as far as rounding goes.
+"""One quantity of both runs, and how far it may differ by rounding.
 
-A yardstick tells, which is run A again with each output rounded once more; or else a limit by dtype.
+The yardstick tells how far: it is run A again, with each output rounded once more. Without one, the dtype sets a limit.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ddp_lab.parity.store import BUFFER, GRADIENT, OUTPUT, OUTPUT_GRADIENT, PARA
 
 EPSILON = {"float32": 2**-23, "float64": 2**-52, "bfloat16": 2**-7, "float16": 2**-10}
 TIMES_YARDSTICK = 16.0
-"""How much more than the yardstick two runs may differ: sums over ranks round in other places than it does."""
+"""How many times the yardstick's difference two runs may differ, since sums over ranks round in other places."""
 LEAST = {"float32": 64.0, "float64": 64.0, "bfloat16": 4.0, "float16": 8.0}
 """Units in the last place that two runs may differ in any case."""
 WITHOUT_YARDSTICK = {OUTPUT: 2**10, OUTPUT_GRADIENT: 2**12, GRADIENT: 2**12, START: 1, BUFFER: 2**12, PARAMETER: 2**14}
@@ -68,7 +68,7 @@ class Quantity:
 
     @property
     def digits(self) -> float:
-        """To how many digits it agrees."""
+        """The number of digits to which both runs agree."""
         return max(0.0, float(-np.log10(max(self.worst, 1e-16)))) if np.isfinite(self.worst) else 0.0
 
     @property
@@ -89,7 +89,7 @@ class Quantity:
 
 
 def limit_of(quantity: Quantity, rounded: Mapping[tuple[int, str, str, int], float], coarsest: str) -> float:
-    """`coarsest`: the dtype in which any output is rounded, and what follows from it with it."""
+    """`coarsest`: the coarsest dtype to which an output is rounded. All that follows has its error."""
     dtype = "float32" if quantity.kind in (START, BUFFER) else coarsest
     unit = EPSILON.get(dtype, 2**-23) * (max(1.0, quantity.coarse) if dtype == "float32" else 1.0)
     if not rounded:
@@ -106,8 +106,8 @@ def limit_of(quantity: Quantity, rounded: Mapping[tuple[int, str, str, int], flo
 
 
 def forgive_small(gradients: list[Quantity], updates: list[Quantity]) -> None:
-    """What is next to nothing beside the whole gradient may be all rounding, as that of a key's bias, or of a bias in
-    front of a BatchNorm. Where it is, so is its update, which Adam makes as large as any other."""
+    """A gradient that is tiny beside that of the whole model may be all rounding, such as that of a key's bias, or of a
+    bias in front of a BatchNorm. Then its update is rounding too, and Adam makes it as large as any other."""
     total = np.sqrt(sum(quantity.norm**2 for quantity in gradients))
     small = {quantity.name: quantity for quantity in gradients if quantity.norm < SMALL * total}
     noise = {name for name, quantity in small.items() if quantity.differs}

@@ -96,7 +96,7 @@ class Recorder:
             of_all |= subject.settings(optimizer, self._module)
 
     def _end_step(self) -> None:
-        """Read what the step has made, as late as can be: a loop may send or average parameters after `step()`."""
+        """Read what the step has made, as late as possible: a loop may send or average parameters after `step()`."""
         if not self._is_over:
             return
         self._is_over = False
@@ -166,7 +166,7 @@ class Recorder:
             self._micro_batches.begin(args, kwargs)
 
     def _is_trained(self) -> bool:
-        """In training, and not again in backward."""
+        """Whether the call is of training, and no recomputation in backward."""
         return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     def _forward_hook(self, name: str, module: nn.Module) -> Callable[..., Any]:

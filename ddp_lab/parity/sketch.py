@@ -1,4 +1,4 @@
-"""Small linear pictures of large tensors.
+"""Small linear summaries of large tensors (count sketches).
 
 A sketch adds the elements of a tensor, each with a sign, into `SIZE` sums: element i goes to sum i modulo `SIZE`, with
 a sign that is a hash of i. It is linear, so that a sum of sketches is the sketch of the sum, and sketches of parts add

@@ -32,7 +32,7 @@ FORMAT = 1
 
 @dataclass
 class Rows:
-    """Quantities of one rank in one step, as they come. Numbers stay on the device until the step is written."""
+    """Quantities of one rank in one step, in the order of their calls. Numbers stay on the device until `write`."""
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
     numbers: list[Any] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Table:
     Attributes:
         sketches: fp64 of shape (rows, `SIZE`); of parameters, those of their updates.
         moments: fp64 of shape (rows, `MOMENTS`).
-        held: Of parameters, the norm of what is updated.
+        norm: Of each row before `_to_updates`; of parameters, that of the parameter.
         is_cut: As of `Recorded`.
         elements: In a sample, without filling, or in a whole tensor, as the rank has it.
         places: Rows by quantity, in the order in which they were made.
@@ -193,7 +193,7 @@ class Table:
                 self.sketches[row] -= before[place][:SIZE]
 
     def _merge_blocks(self, place: Place, rows: np.ndarray) -> np.ndarray:
-        """Blocks of a tensor are added up, each once."""
+        """Add up the blocks of a tensor, each once."""
         if (self.part[rows] < 0).all():
             return rows
         _, first = np.unique(self.part[rows], return_index=True)
@@ -204,7 +204,7 @@ class Table:
         return rows[:1]
 
     def spread(self, place: Place) -> float:
-        """How far ranks are from one another, relative."""
+        """The largest relative difference between ranks."""
         sketches = self.sketches[self.places[place]]
         return float(np.linalg.norm(sketches - sketches[0], axis=1).max() / max(np.linalg.norm(sketches[0]), 1e-300))
 
@@ -233,8 +233,8 @@ def read(folder: Path) -> Recorded:
 
 
 def matched(a: Recorded, b: Recorded) -> Recorded:
-    """Run B with run A's samples, in their order, where each of its ranks has a part of every sample, or one has all of
-    them and sends to others what it makes of them."""
+    """Run B with run A's samples, in their order, if each of its ranks has a part of every sample, or if one has all of
+    them and sends its outputs to the others. Otherwise run B as it is."""
     by_rank = {step: b.samples(step) for step in a.steps if step in b.facts}
     samples_of_a = {step: set(a.samples(step)[0]) for step in by_rank} if a.ranks == 1 else {}
     fed = {rank for step, keys in samples_of_a.items() for rank in range(b.ranks) if keys & set(by_rank[step][rank])}

@@ -17,7 +17,7 @@ WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint
 """What wrappers put into a name."""
 ENGINE = "DeepSpeedEngine"
 ENGINES = {"DistributedDataParallel", "DataParallel", ENGINE}
-"""What wraps the user's module, or is derived from what does, by name of its class."""
+"""Class names of wrappers around the user's module, or of their base classes."""
 Part = tuple[str, int, tuple[int, ...], Tensor]
 """Name; first element of a part, or -1 for a whole tensor; shape of the whole; sketch."""
 
@@ -71,8 +71,8 @@ def shard_of(name: str, parameter: Any) -> Part | None:
 
 
 def updated_of(parameter: Any) -> tuple[int, Tensor] | None:
-    """What an optimizer of this rank updates for a parameter, as a view into its flat tensor, and which element of the
-    parameter it begins with (ZeRO). None: the parameter itself, or nothing on this rank."""
+    """The view into a flat tensor that this rank's optimizer updates for a parameter, and its first element in the
+    parameter (ZeRO). None: the optimizer updates the parameter itself, or nothing of it on this rank."""
     if hasattr(parameter, "ds_tensor") and parameter.requires_grad:
         engine, size = parameter._z3_optimizer, prod(parameter.ds_shape)
         group, start, count = engine.grad_position[engine.get_param_id(parameter)]
@@ -91,7 +91,7 @@ def place_in(flat: Tensor, view: Tensor) -> slice | None:
 
 
 def part_in_order(name: str, first: int, shape: tuple[int, ...], values: Tensor) -> Part:
-    """Of elements that follow each other."""
+    """The row of consecutive elements of a parameter."""
     return name, first, shape, sketch.of_block(values, [first], [prod(shape)])
 
 
@@ -125,7 +125,7 @@ def gradients(
 
 
 def norms(subject: "Strategy | nn.Module") -> list[float]:
-    """By which an engine has clipped in its step, without a call of the loop's."""
+    """Norms by which an engine has clipped in its own step: the loop calls nothing for it."""
     if ENGINE not in {base.__name__ for base in type(subject).__mro__}:
         return []
     engine: Any = subject

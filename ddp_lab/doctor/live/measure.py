@@ -22,7 +22,7 @@ JOIN_TIMEOUT_S = 120
 
 
 def measure_pairs(device: str, timeout_s: float) -> list[Pair]:
-    """Every rank gets the whole list. Collective.
+    """The times of all pairs, on every rank. Collective.
 
     Raises:
         UserError: the ranks could not join, or this rank got no answer within `timeout_s`; says in which pair.

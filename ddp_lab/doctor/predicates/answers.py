@@ -9,8 +9,8 @@ from ddp_lab.doctor.reading import nccl_json
 from ddp_lab.doctor.reading.texts import Line, printable
 
 FEWEST, MOSTLY, LONGER = 10, 0.8, 1.5
-"""Collectives that all ranks have timed; the share in which one rank's is the shortest; how many times as long those of
-the others are. All ranks leave an all-reduce together, so the one in it for the shortest time came last."""
+"""The fewest collectives that all ranks have timed; the share of them in which one rank is the shortest; and how many
+times longer the others are. All ranks leave an all-reduce together, so the shortest one came last."""
 
 
 def ras_process_gone(facts: Facts) -> Match | None:
@@ -27,7 +27,7 @@ def _of_ras(facts: Facts, lines_of: Callable[[nccl_json.RasAnswer], Iterator[Lin
 
 
 def inspector_straggler(facts: Facts) -> Match | None:
-    """In most collectives of a communicator one rank is for a much shorter time than the others."""
+    """One rank spends much less time in most collectives of a communicator than the others."""
     calls: dict[str, dict[tuple[str, int], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     paths = {}
     for call in facts.timed:

@@ -1,4 +1,4 @@
-"""Failures of the program, and what tells them from those that it survived or that follow from others."""
+"""Failures of the program. The predicates leave out those that it survived and those that follow from others."""
 
 import re
 from bisect import bisect, bisect_left
@@ -11,7 +11,7 @@ from ddp_lab.doctor.reading.complaints import EXCEPTION, Said
 from ddp_lab.doctor.reading.texts import JOB_RANK, Line, Text
 
 SOON = 100
-"""Lines within which a job fails that does not survive an error."""
+"""A job that does not survive an error fails within this many lines."""
 NOTHING_MORE = 3
 """Lines that a program may write after the exception that ended it."""
 _OUT_OF_MEMORY = re.compile(
@@ -126,8 +126,8 @@ def memory_refused(facts: Facts) -> Match | None:
 
 
 def _not_survived(facts: Facts, pattern: re.Pattern[str], unless: re.Pattern[str] | None = None) -> Match | None:
-    """Lines that are torch's or NCCL's last word, or behind which the text ends or the job fails soon. `unless`: these
-    say so, wrapped or not."""
+    """Lines after which the text ends or the job fails soon, or that torch or NCCL print last. `unless`: finds
+    lines that do not count, even if they are wrapped."""
     lines, failures = [], _numbers_by_path(facts.failures)
     for text in facts.texts:
         failed = failures[text.path]
@@ -169,7 +169,7 @@ def file_store_misleads(facts: Facts) -> Match | None:
 
 
 def store_answers_nothing(facts: Facts) -> Match | None:
-    """The last that a text says is that its rank has connected to the store (torch's log at the level INFO)."""
+    """The last line of a text says that its rank has connected to the store (torch's log at level INFO)."""
     return _ends(facts, _CONNECTED)
 
 

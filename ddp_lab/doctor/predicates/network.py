@@ -1,4 +1,4 @@
-"""Which network each rank uses, and what it says when that fails."""
+"""Which network each rank uses, and how it fails."""
 
 import re
 
@@ -137,7 +137,7 @@ def _unanswered(facts: Facts, fabric: str) -> Match | None:
 
 
 def closed_by_one_host(facts: Facts) -> Match | None:
-    """Every connection that closed was one to the same host, of which there is no log: it is no victim like them."""
+    """All closed connections go to one host without a log. So that host is not a victim like the others."""
     closed = [(line, match[1]) for line in facts.search(_CLOSED) if (match := _CLOSED.search(line.text))]
     hosts = {host for _, host in closed}
     logged_hosts = {process.host for process in facts.processes} | {""}

@@ -12,9 +12,9 @@ from ddp_lab.doctor.reading.texts import Line, printable
 from ddp_lab.doctor.reading.watchdog import Status, Timeout
 
 POINT_TO_POINT = {"SEND", "RECV", "RECVANYSOURCE", "UNKNOWN"}
-"""torch's names of what is not the same on all ranks of a group, or may hold it."""
+"""torch's names of calls that are not the same on all ranks of a group. `UNKNOWN` may be such a call."""
 COALESCED = "COALESCED"
-"""torch's name of calls that were issued as one: collectives if it says their elements, sends and receives if not."""
+"""torch's name of coalesced calls: collectives if it has their elements, else sends and receives."""
 EVEN = {"ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"}
 """Collectives that move as many elements on each rank."""
 EARLY_HANG = "It is one of the first in its group: suspect the connection (network, P2P), or a rank that never came."
@@ -30,7 +30,7 @@ def different_collectives(facts: Facts) -> Match | None:
 
 
 def different_collectives_of_unknown_groups(facts: Facts) -> Match | None:
-    """The same by timeouts of torch before 2.3, which name no group: they may be of two groups."""
+    """The same, for timeouts of torch before 2.3. They name no group, so they may be of two groups."""
     return _different([timeout for timeout in facts.timeouts if timeout.group is None])
 
 
@@ -91,7 +91,7 @@ def rank_behind(facts: Facts) -> Match | None:
 
 
 def _waits_in_an_earlier(timeouts: Sequence[Timeout]) -> Match | None:
-    """Of ranks that give up at different numbers of one group, those at the least: the others have finished that."""
+    """Ranks give up at different numbers of one group. Those at the lowest are behind: the others have finished it."""
     by_group: dict[tuple[int, str], dict[int, Timeout]] = defaultdict(dict)
     for timeout in timeouts:
         if timeout.group is not None and timeout.in_job and _is_collective(timeout) and timeout.seq is not None:
@@ -126,10 +126,9 @@ def _divergence(facts: Facts, kind: str) -> Match | None:
 
 
 def stacks_differ(facts: Facts) -> Match | None:
-    """Where the stacks of the program's processes part, seen from its begin, and which of them are fewest there.
+    """The outermost frame at which the stacks of the processes differ, with the smallest group first.
 
-    Processes of several programs have nothing in common, and say nothing about each other; and one that is now here
-    and now there does not hang.
+    Processes of different programs share no frame, and are not compared. A process whose stack changes does not hang.
     """
     paths = [stack.frames[::-1] for stack in facts.stacks]
     parts = next((i for i, frames in enumerate(zip_longest(*paths)) if len(set(frames)) > 1), 0)

@@ -32,7 +32,7 @@ _WORDINGS = {
     r"|Signal \d{1,2} \(SIG\w{1,8}\)|exited on signal \d{1,2}|[Ss]egmentation fault|Aborted \(core dumped\)"
     r"|^\S{1,60}: line \d{1,6}: {1,3}\d{1,10} (?:Killed|Aborted|Bus error).*",
 }
-"""The first group that is found is what is said; without one, all of it."""
+"""The complaint is the first group that matches; without a group, the whole match."""
 _PATTERNS = {kind: re.compile(pattern, re.MULTILINE) for kind, pattern in _WORDINGS.items()}
 _ECHO = re.compile(r"ChildFailedError")
 """What torchrun says of the exceptions of others."""

@@ -1,7 +1,7 @@
-"""Which lines a pattern can match at all: those that have the text that it demands.
+"""The lines that a pattern can match: those with the text that it demands.
 
-Hundreds of patterns over a log of hundreds of megabytes would take minutes. Most demand a text that few lines have, and
-lines that differ in digits only are alike, so that there are few different ones to look at.
+Hundreds of patterns take minutes over a log of hundreds of megabytes. Most patterns demand a text that few lines have.
+Lines that differ only in digits count as one, so few different lines remain.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 
 SHORTEST = 4
-"""Characters of a demanded text that is worth looking for."""
+"""The fewest characters of a demanded text that is worth a search."""
 _ONE_DIGIT = str.maketrans("123456789", "0" * 9)
 
 
@@ -55,7 +55,7 @@ class Shapes:
 
 
 def _demanded(parts: Iterator[re.Match[str]]) -> set[str]:
-    """Of the texts that a group demands, those of which the shortest is longest; none if a branch demands none."""
+    """The set of texts that a group demands whose shortest text is longest; empty if a branch demands none."""
     branches: list[set[str]] = []
     options: list[set[str]] = []
     run, before = "", ""

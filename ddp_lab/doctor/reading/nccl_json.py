@@ -23,7 +23,7 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
 
 
 class Missing(msgspec.Struct):
-    """`unresponsive`: its process did not answer. Without that, it did, but no longer or not yet has the communicator.
+    """`unresponsive`: its process did not answer. Otherwise it answered, but has the communicator no longer or not yet.
     `considered_dead`: it did not answer for so long that RAS no longer asks."""
 
     unresponsive: bool
@@ -119,7 +119,7 @@ class CollectivePerformance(msgspec.Struct):
 
 
 class InspectorEntry(msgspec.Struct):
-    """`metadata` and one of the other two, or it is another file."""
+    """A line of the Inspector has `metadata` and one of the other two."""
 
     header: Header
     metadata: msgspec.Raw

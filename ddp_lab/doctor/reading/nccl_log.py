@@ -151,7 +151,7 @@ def _transport(text: str) -> str:
 
 
 def by_value(processes: Sequence[Process], name: str) -> dict[str, list[Process]]:
-    """The processes by what they say of `version`, `fabric` or `interface`. `RDMA` alone is no other fabric."""
+    """The processes by their `version`, `fabric` or `interface`. `RDMA` alone is not a fabric of its own."""
     processes_of: dict[str, list[Process]] = {}
     for process in processes:
         if (value := getattr(process, name)) is not None:

@@ -1,4 +1,4 @@
-"""Stacks of processes, one after the other, in one file or one each: as `py-spy dump` prints them, and as the server of
+"""Stacks of processes, in one file or in one file each. `py-spy dump` prints them, and the server of
 `torch.distributed.debug` dumps them for each rank (`stacks`, from Python's faulthandler, and `pyspy_dump`)."""
 
 import re
@@ -29,7 +29,7 @@ class Stack:
 
 
 def stacks_in(text: Text) -> Iterator[Stack]:
-    """Those of all processes with a main thread of Python."""
+    """The stacks of all processes that have a main thread of Python."""
     for start, line in text.find(_PROCESS):
         if match := _PROCESS.match(line.text):
             name, is_main = f"process {match[1]}" if match[1] else f"rank {match[2]}", False

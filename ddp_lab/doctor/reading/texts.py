@@ -13,9 +13,9 @@ from ddp_lab.doctor.reading.literals import Shapes, demanded
 LONGEST_LINE = 4000
 """Characters of a line. A longer one, such as a dumped tensor, becomes several with the same number."""
 OVERLAP = 600
-"""Characters that such lines share with the next, so that what a pattern finds is whole in one of them."""
+"""Characters that such a line shares with the next, so that one of both has the whole match."""
 NARROWEST_TERMINAL, WIDEST_TERMINAL = 60, 250
-"""Characters. If the longest line of a text has as many, its lines may be wrapped."""
+"""Bounds of a terminal's width, in characters. If the longest line of a text lies within, its lines may be wrapped."""
 MOST_WRAPPED = 8
 """Lines that are joined to one."""
 
@@ -89,8 +89,8 @@ class Text:
         return starts
 
     def find(self, pattern: re.Pattern[str]) -> list[tuple[int, Line]]:
-        """Index in `lines`, and the line, of each in which `pattern` (compiled with `re.MULTILINE`, if it has anchors)
-        is found. Of joined lines counts only what is in none of them alone."""
+        """Index in `lines` and the line, for each match of `pattern` (compiled with `re.MULTILINE` if it has anchors).
+        Of a joined line only matches count that cross a wrap."""
         matches: dict[tuple[int, str], tuple[int, Line]] = {}
         for place, match, start in self._matches(pattern):
             index, line = self._searched[place]

@@ -20,7 +20,7 @@ _TIMEOUT = re.compile(
     r"WorkNCCL\( ?(?:SeqNum=(\d{1,12}),[ .,]{0,8})?OpType=(\w{1,40})(?:, NumelIn=(\d{1,15}), NumelOut=(\d{1,15}))?"
 )
 _MOST_BROKEN = 4
-"""Lines over which somebody has broken one of the watchdog's."""
+"""The most lines over which one line of the watchdog may be broken."""
 _STATUS = re.compile(r"[Ll]ast enqueued(?: NCCL)? work: (-?\d{1,12}), last completed(?: NCCL)? work: (-?\d{1,12})")
 _GROUP = re.compile(r"\[PG (?:ID \d{1,9} PG GUID )?([^\]\n]{0,160}?) ?Rank (\d{1,6})\]")
 _AT = re.compile(r"(?:work sequence id|at NCCL work|at work): (-?\d{1,12})")
@@ -96,7 +96,7 @@ class GaveUp:
 
 
 def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
-    """Each once, with the group that the nearest status line of the same rank and number names."""
+    """Each timeout once, with the group that the nearest status line of the same rank and number names."""
     timeouts: dict[tuple[object, ...], Timeout] = {}
     for text in texts:
         restarts = [index for index, _ in text.find(_RESTART)]
@@ -122,7 +122,7 @@ def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
 
 
 def _kind(name: str, sent: int, received: int) -> str:
-    """Of collectives that were issued as one, which they are, if their elements show it."""
+    """The kind of coalesced collectives, if their elements show it."""
     if (
         name == "COALESCED"
         and min(sent, received)

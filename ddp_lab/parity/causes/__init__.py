@@ -14,10 +14,10 @@ from ddp_lab.parity.store import BUFFER, PARAMETER
 
 class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Attributes:
-    where: Kinds of the first difference, or what a step has besides (`_places`).
-    test: Functions of `forward` and `backward`, all of which must hold.
-    says: What it is, with where and how much.
-    usually: What people did who met it, and what to do.
+    where: Kinds of the first difference, or of what else a step has (`_places`).
+    test: Functions of `forward` and `backward`. All must hold.
+    says: Names the cause, its place and its size.
+    usually: The usual mistake behind it, and what to do.
     """
 
     name: str
@@ -34,7 +34,7 @@ TABLE = msgspec.toml.decode(
 
 
 def cause_of(comparison: Comparison) -> Cause | None:
-    """With its sentences filled in. None: nothing differs, or no cause is known."""
+    """The first cause whose tests hold, with its sentences filled in. None: nothing differs, or no cause is known."""
     for where, step in _places(comparison):
         look = Look(comparison, step)
         for cause in TABLE:
@@ -61,7 +61,7 @@ def _places(comparison: Comparison) -> Iterator[tuple[str, int]]:
 
 
 def _words(cause: Cause, look: Look) -> Words | None:
-    """For the braces of a cause's sentences. None: a test does not hold."""
+    """Values for the braces of a cause's sentences. None: a test does not hold."""
     words: Words = {}
     for name in cause.test:
         holds = TESTS[name](look)

@@ -26,8 +26,8 @@ from ddp_lab.parity.store import BUFFER, PARAMETER
 CLOSE = 2e-3
 """Relative, of norms."""
 ONE_ROUNDING = {"bf16": (2**-11, 2**-8), "fp16": (2**-14, 2**-11)}
-"""Relative norm of the error that one rounding leaves: below half a unit in the last place of 8 and 11 bits, and not
-far below a third of it, at any magnitude. Sketches estimate it to a quarter."""
+"""Relative norm of the error of one rounding to 8 or 11 bits. It is below half a unit in the last place, and not far
+below a third of one, at any magnitude. Sketches estimate it to a quarter."""
 REASONS = {
     "a loss scale": "gradients still have the loss scale: scaler.unscale_(optimizer) before they are clipped or read",
     "1 / ranks x micro-batches": "divided by ranks and micro-batches where the reduction averages already",
@@ -38,7 +38,7 @@ REASONS = {
     "ranks x micro-batches": "summed over ranks and micro-batches where the mean is wanted",
     "micro-batches": "the loss is not divided by the number of micro-batches (trap 4)",
 }
-"""Why all gradients have a factor."""
+"""The causes of a factor that all gradients have."""
 
 # Gradients ------------------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ def only_hooked_differ(look: Look) -> bool:
 
 
 def norms_differ_by_rank(look: Look) -> bool:
-    """Before a reduction, after which ranks agree, or without one."""
+    """The norm differs between ranks: it is taken before a reduction, or there is none."""
     norms = [facts["norms"] for facts in look.comparison.b.facts[look.step]]
     return len(norms) > 1 and all(norms) and bool(np.ptp([of_rank[0] for of_rank in norms]) > NEAR * norms[0][0])
 
@@ -82,7 +82,7 @@ def some_ranks_agree(look: Look) -> Words | None:
 
 
 def ranks_have_other_factors(look: Look) -> Words | None:
-    """And nothing else is different."""
+    """Gradients differ by a factor of each rank, and in nothing else."""
     first = look.first
     is_factor = all(remainder <= CLOSE * abs(first.factor[key]) for key, remainder in first.remainder.items())
     return {"factors": _by_rank({rank: factor for (rank, _), factor in first.factor.items()})} if is_factor else None
@@ -110,7 +110,7 @@ def is_sum_with_step_before(look: Look) -> bool:
 
 
 def is_of_step_before(look: Look) -> bool:
-    """What run B has is what run A had one step before."""
+    """Run B has the gradient that run A had one step before."""
     now, before = (
         sketch_of(look.comparison.b, look.step, look.first),
         sketch_of(look.comparison.a, look.step - 1, look.first),
@@ -156,7 +156,7 @@ def clips_in_both_runs(look: Look) -> Words | None:
 
 
 def norms_differ(look: Look) -> Words | None:
-    """By more than rounding does to the norms of all gradients."""
+    """The norm of all gradients differs by more than their rounding explains."""
     in_a, in_b = look.facts("norms")
     norms, limits = (np.array([getattr(gradient, name) for gradient in look.gradients]) for name in ("norm", "limit"))
     rounding = float(np.linalg.norm(limits * norms)) / max(float(np.linalg.norm(norms)), 1e-300)
@@ -173,7 +173,7 @@ def losses_differ(look: Look) -> Words | None:
 
 
 def only_replicas_differ(look: Look) -> Words | None:
-    """On a mesh that cuts layers or tokens, what its ranks hold whole."""
+    """On a mesh that cuts layers or tokens, only tensors differ that each rank holds whole."""
     names = [gradient.name for gradient in look.gradients if gradient.differs]
     is_cut = set(look.comparison.b.first.get("mesh", {})) & {"tp", "cp"}
     are_whole = all("norm" in name or name.endswith("bias") for name in names)
@@ -199,7 +199,7 @@ def earlier_steps_agree(look: Look) -> bool:
 
 
 def run_a_scales_after_backward(look: Look) -> Words | None:
-    """By no power of two, which is a loss scale or micro-batches, where the factor says nothing."""
+    """Run A scales by no power of two: such a factor may be a loss scale or the number of micro-batches."""
     scale = scale_after_backward(look.comparison, look.step)
     return None if factor_has_a_name(look) or is_power_of_two(scale, 1e-5) else {"scale": scale}
 
@@ -211,7 +211,7 @@ def factor_has_reasons(look: Look) -> Words:
 
 
 def all_are_off_by_one_rounding(look: Look) -> Words | None:
-    """To a lower precision, and all before them agrees."""
+    """Gradients differ by one rounding to a lower precision, and all before them agrees."""
     errors = np.array([gradient.worst for gradient in look.gradients if gradient.norm and not gradient.is_small])
     for dtype, (least, most) in ONE_ROUNDING.items():
         if ((least <= errors) & (errors <= most)).sum() > 0.8 * len(errors):

@@ -76,7 +76,7 @@ def samples_are_of_other_steps(look: Look) -> bool:
 
 
 def samples_repeat(look: Look) -> Words | None:
-    """Some count more often than others. Ranks that cut a model between them all have the same."""
+    """Some samples count more often than others. Ranks that cut a model between them have the same samples."""
     in_a, in_b = (
         Counter(chain.from_iterable(run.samples(look.step))) for run in (look.comparison.a, look.comparison.b)
     )
@@ -113,7 +113,7 @@ def is_untied(look: Look) -> Words | None:
 
 
 def has_other_shape(look: Look) -> Words | None:
-    """Ranks have whole copies of a tensor, or cut it: together as many elements as run A's, a number of times."""
+    """Ranks together have no multiple of run A's elements, as they would if they copied or cut the tensor."""
     place = Place(look.first.kind, look.first.name)
     in_a, in_b = (table.elements[table.places[place]] for table in look.tables)
     if look.comparison.a.ranks > 1 or in_b.sum() % in_a.sum() == 0:
@@ -175,7 +175,7 @@ def factor_has_a_name(look: Look) -> bool:
 
 
 def is_a_partial_sum(look: Look) -> bool:
-    """Of layers whose inputs are cut over ranks."""
+    """The output is the partial sum of a layer whose inputs are cut over ranks."""
     cut = {start.name for start in look.comparison.of(look.comparison.steps[0], START) if start.way == "parts"}
     return look.first.way == "sum" or f"{look.module}.weight" in cut
 
@@ -215,7 +215,7 @@ def others_agree_before(look: Look) -> Words | None:
 
 
 def a_number_has_a_factor(look: Look) -> Words | None:
-    """A loss or a term of it that a module answers with. Each rank has that of its samples: their mean is compared."""
+    """A module returns a loss or a term of it. Each rank has that of its samples: their mean is compared."""
     of_a, of_b = look.tables
     for place in of_a.places.keys() & of_b.places.keys():
         rows = [(table, table.places[place]) for table in look.tables if place.kind == OUTPUT]

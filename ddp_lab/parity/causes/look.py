@@ -12,7 +12,7 @@ from ddp_lab.parity.store import GRADIENT, SHARE, Place, Recorded, Table
 NEAR = 0.02
 """Relative, of a factor and what it may be."""
 CLOSE = 1e-2
-"""Relative, of sketches that are one."""
+"""Relative difference of two sketches of one tensor, at most."""
 SCALE = 256
 """A power of two from here on is a loss scale."""
 Words = dict[str, Any]
@@ -120,7 +120,7 @@ def is_close(sketch: np.ndarray, target: np.ndarray) -> bool:
 
 
 def scale_after_backward(comparison: Comparison, step: int) -> float:
-    """By what run A multiplies its gradients before the optimizer reads them: 1, if nothing tells."""
+    """The factor by which run A scales its gradients before the optimizer reads them; 1 if nothing tells."""
     table, factors = comparison.a.table(step), list[float]()
     for place, rows in table.places.items():
         gradient_rows = table.places.get(Place(GRADIENT, place.name)) if place.kind == SHARE else None
@@ -135,7 +135,7 @@ def scale_after_backward(comparison: Comparison, step: int) -> float:
 def weights_of_micro_batches(comparison: Comparison, step: int) -> np.ndarray | None:
     """How often each micro-batch of run B counts in its gradients beside run A's, of shape (ranks, micro-batches).
 
-    Biases and norms tell: what each sample adds to their gradients is known from run A. None: they do not tell.
+    Biases and norms tell, since run A records what each sample adds to their gradients. None: they do not tell.
     """
     table = comparison.a.table(step)
     keys = [[set(batch) for batch in facts["keys"]] for facts in comparison.b.facts[step]]
@@ -161,7 +161,7 @@ def weights_of_micro_batches(comparison: Comparison, step: int) -> np.ndarray | 
 
 
 def weights_of_parts(comparison: Comparison, step: int) -> np.ndarray | None:
-    """With which the parts of gradients that ranks of run B have add up to run A's, of shape (ranks,)."""
+    """Weights with which the gradients of run B's ranks add up to run A's, of shape (ranks,)."""
     blocks = {place.name: parts for place, parts in comparison.b.table(step).blocks.items() if place.kind == GRADIENT}
     cut = [gradient for gradient in comparison.of(step, GRADIENT) if gradient.name in blocks]
     nothing, ranks = np.zeros(SIZE), range(comparison.b.ranks)
@@ -170,7 +170,7 @@ def weights_of_parts(comparison: Comparison, step: int) -> np.ndarray | None:
 
 
 def _combination(columns: list[np.ndarray], targets: list[np.ndarray]) -> np.ndarray | None:
-    """Weights with which columns add up to what is wanted. None: none do, or there are too few rows to tell."""
+    """Weights with which columns add up to the targets. None: no weights do, or there are too few rows to tell."""
     if not columns or 2 * columns[0].shape[1] > sum(map(len, columns)):
         return None
     matrix, right = np.concatenate(columns), np.concatenate(targets)
