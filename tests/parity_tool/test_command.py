@@ -96,7 +96,7 @@ def test_padding_by_micro_batch_is_told(is_masked, tmp_path):
     text = "\n".join(answer.lines)
     assert "called less often in run B: 1 modules" in text
     assert is_masked or "longer or shorter in run B (padding" in text
-    assert is_masked or ("filled up to other lengths" in answer.lines[1] and "attention_mask" in answer.lines[3])
+    assert is_masked or ("padded to other lengths" in answer.lines[1] and "attention_mask" in answer.lines[3])
 
 
 def test_tensors_of_a_module_are_kept_whole(tmp_path):
