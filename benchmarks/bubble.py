@@ -53,7 +53,7 @@ class Pause(torch.autograd.Function):
         return gradient, None
 
 
-class Block(nn.Module):
+class TimedBlock(nn.Module):
     """A linear layer. Each of its three products takes `seconds`, or as long as it needs if that is 0."""
 
     def __init__(self, seconds: float) -> None:

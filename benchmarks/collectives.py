@@ -51,7 +51,7 @@ project's strategies call."""
 BROADCASTER = 0
 
 
-def part_of_rank(tensor: Tensor, ranks: Ranks) -> Tensor:
+def part_of_rank(tensor: Tensor, ranks: RankContext) -> Tensor:
     return tensor.chunk(ranks.world_size)[ranks.rank]
 
 
@@ -197,7 +197,7 @@ def measured(
     return [collective, *where, size, type_name, calls, 1e6 * median, 1e6 * p95, busbw, int(wrong)]
 
 
-def seconds_of(call: Call, calls: int, in_a_row: int, ranks: Ranks, control: Any) -> list[float]:
+def seconds_of(call: TimedCall, calls: int, in_a_row: int, ranks: RankContext, control: Any) -> list[float]:
     """Seconds of each timed call on its slowest rank, from a common start; a mean over calls in a row. Collective."""
 
     def synchronize() -> None:

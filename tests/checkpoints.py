@@ -49,10 +49,10 @@ class Everything(nn.Module):
         return answer(self.last(hidden) * self.scale, y)
 
 
-def here(mesh: Mesh | None = None) -> Ranks:
+def here(mesh: Mesh | None = None) -> RankContext:
     """This process among the ranks of a run on CPU."""
     groups: Any = mesh and SimpleNamespace(mesh=mesh)
-    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", groups)
+    return RankContext(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", groups)
 
 
 def make_strategy(choice: str, seed: int, model: str | None, dropout: float) -> Strategy:

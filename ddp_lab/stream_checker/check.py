@@ -13,7 +13,7 @@ from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import train
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.strategy import Strategy
-from ddp_lab.stream_checker.device import Counts, CheckedDevice, pretended_device
+from ddp_lab.stream_checker.device import CheckedCounts, CheckedDevice, pretended_device
 from ddp_lab.stream_checker.group import CONFIG, CheckedGroup
 
 RANKS, STEPS = 4, 2
@@ -27,7 +27,7 @@ def check(
     clip_grad_norm: float | None = None,
     is_late: bool = True,
     also: Callable[[Strategy], None] = lambda strategy: None,
-) -> Counts:
+) -> CheckedCounts:
     """Train a few steps as rank 0 of `RANKS`, and compare every access to memory with the accesses before it.
 
     Args:
@@ -64,7 +64,9 @@ def check(
     return device.counts
 
 
-def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int], Batch], micro_batches: int) -> Counts:
+def plain_loop(
+    make_module: Callable[[], nn.Module], make_batch: Callable[[int], Batch], micro_batches: int
+) -> CheckedCounts:
     """The counts of a plain training loop on one device, for comparison."""
     device = CheckedDevice()
     with pretended_device(device):

@@ -30,7 +30,7 @@ COPIES = frozenset(("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::c
 
 
 @dataclass
-class Counts:
+class CheckedCounts:
     """What a strategy did in all steps that were recorded.
 
     Attributes:
@@ -71,7 +71,7 @@ class CheckedDevice(TorchDispatchMode):
         self.is_late, self.is_recording = is_late, False
         self.streams = Streams(OrderedStream(), OrderedStream)
         self.memory = CheckedMemory()
-        self.counts = Counts(self.memory.races)
+        self.counts = CheckedCounts(self.memory.races)
         self.sent: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
         self._of_host = Storages[bool](lambda _: None)
 

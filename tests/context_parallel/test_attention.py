@@ -43,8 +43,8 @@ CASES = [
 ]
 
 
-def layout_of(case: AttentionCase) -> Layout:
-    return Layout(case.ranks, case.way in ("zigzag", "pytorch_cp"))
+def layout_of(case: AttentionCase) -> SequenceLayout:
+    return SequenceLayout(case.ranks, case.way in ("zigzag", "pytorch_cp"))
 
 
 TIMES = 1.4

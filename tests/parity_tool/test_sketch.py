@@ -78,7 +78,7 @@ def test_rows_of_positions_are_no_samples(length):
 @pytest.mark.parametrize("mask", [[1, 1, 1], [1, 1, 0]])
 def test_what_fills_up_a_part_of_the_tokens_does_not_count(mask):
     """Two ranks share three tokens and one of padding: one has the first and the last, the other the two between."""
-    layout, counted = Layout(2, zigzag=True), []
+    layout, counted = SequenceLayout(2, zigzag=True), []
     for rank in (0, 1):
         batches = MicroBatches(False, lambda tokens, rank=rank: layout.part(functional.pad(tokens, (0, 1)), rank))  # type: ignore[misc]
         batches.begin((), {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([mask, [1, 1, 1]])})

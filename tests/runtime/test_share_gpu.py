@@ -101,7 +101,7 @@ def test_the_first_line_says_who_shares_a_gpu(monkeypatch, capfd, gpus, flags, e
     ],
 )
 def test_groups_of_some_ranks_hang_on_a_shared_gpu(mesh, backend, sharing, refused):
-    ranks = Ranks(1, 4, torch.device("cuda"), backend, gpu_sharing=sharing)
+    ranks = RankContext(1, 4, torch.device("cuda"), backend, gpu_sharing=sharing)
     message = "--share-gpu: over NCCL, groups of some of the ranks were seen hanging" if refused else "join the process"
     with pytest.raises(UserError if refused else AssertionError, match=message), meshed(ranks, mesh):
         pass

@@ -56,7 +56,7 @@ def judged(record: Row, rows: Sequence[Row]) -> list[StepLimit]:
     return [StepLimit(0, text, "again without other programs, or with fewer ranks than cores")]
 
 
-def late(rows: Sequence[Row], report: str) -> Iterator[Finding]:
+def late(rows: Sequence[Row], report: str) -> Iterator[StepLimit]:
     """The rank for which the others wait; its own lateness counts as far as no other rank comes near it."""
     timed = sorted((row for row in rows if row["late_s"] is not None), key=lambda row: row["late_s"])
     if len(timed) < 2:
@@ -83,7 +83,7 @@ def on_cpu(rows: Sequence[Row], core: float) -> Iterator[StepLimit]:
         )
         text += f"{least['rank']}, which waits least"
         advice = "a larger --global-batch-size, or another strategy (ddp-lab sweep compares them)"
-        yield Finding(share(least, "collectives_s"), text, advice)
+        yield StepLimit(share(least, "collectives_s"), text, advice)
 
 
 def on_gpu(rows: Sequence[Row]) -> Iterator[StepLimit]:
@@ -119,7 +119,7 @@ def near_limit(memory: Sequence[Row]) -> Iterator[StepLimit]:
         yield StepLimit(0, text, advice)
 
 
-def nothing(rows: Sequence[Row], core: float, report: str) -> Finding:
+def nothing(rows: Sequence[Row], core: float, report: str) -> StepLimit:
     """No part but compute is worth naming, as far as is known."""
     clauses = [f"loading data takes at most {max(share(row, 'data_s') for row in rows):.0%}"]
     if all(row["late_s"] is not None for row in rows) and len(rows) > 1:
@@ -137,7 +137,7 @@ def nothing(rows: Sequence[Row], core: float, report: str) -> Finding:
         clauses.append(f"waiting in collectives takes {sent:.0%} on the rank that waits least")
     if core >= WORTH_NAMING:
         clauses.append(f"a thread had no core for {core:.0%}, which may explain what is shorter")
-    return Finding(0, "; ".join([what, *clauses]), report)
+    return StepLimit(0, "; ".join([limit, *clauses]), report)
 
 
 def share(row: Row, name: str) -> float:

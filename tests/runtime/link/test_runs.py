@@ -6,7 +6,7 @@ import pytest
 
 from ddp_lab.analysis.command import main as analyse
 from ddp_lab.runtime.link.group import paced_groups
-from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.speed import SimulatedLink
 from tests.analysis.windows import analysis_of
 from tests.ranks import RankPool
 from tests.runtime.test_run import run_here
