@@ -8,6 +8,7 @@ does not end in time kills its group; the next one starts a new one.
 import gc
 import itertools
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -158,7 +159,8 @@ def reused_groups() -> set[Any]:
     import torch.distributed as dist
 
     world = dist.group.WORLD
-    return {*groups._groups_of_roots.get(world, ()), groups._side_groups.get(world)}
+    of_deepspeed = getattr(sys.modules.get("deepspeed.utils.groups"), "_WORLD_GROUP", None)  # made once a process
+    return {*groups._groups_of_roots.get(world, ()), groups._side_groups.get(world), of_deepspeed}
 
 
 def serve(connection: Connection, config: RunConfig, place: dict[str, Any]) -> None:
