@@ -88,9 +88,9 @@ class Throughput(Struct):
     core_s: Positive | None
     """seconds in which it could run and no core was free, by Linux's count (`/proc/thread-self/schedstat`)"""
     late_s: float | None
-    """seconds by which it came last to a collective, after the median of the other ranks: the longest in a step. From
-    the flight recorder, so of the last steps; null in a pipeline, whose schedule makes ranks wait, over several hosts,
-    whose clocks differ, and where the recorder holds fewer than 3 timed steps"""
+    """seconds by which it came last to a collective, after the median of the other ranks: the longest in a step,
+    median over steps. From the flight recorder, so of the last steps; null in a pipeline, whose schedule makes
+    ranks wait, over several hosts, whose clocks differ, and where the recorder holds fewer than 3 timed steps"""
 
 
 class Evaluation(Struct):

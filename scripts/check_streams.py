@@ -21,7 +21,7 @@ from ddp_lab.choices import CHOICES, load
 from ddp_lab.runtime.cli import OneLineParser, at_least
 from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.stream_checker.check import STEPS, adamw, check, plain_loop
-from ddp_lab.stream_checker.device import Counts
+from ddp_lab.stream_checker.device import CheckedCounts
 from tests.models import MODELS, build, make_batch
 
 COLUMNS = ("strategy", "races", "waits of the host", "waits in backward", "stalls", "collectives", "launches", "copied")
@@ -48,14 +48,14 @@ def main() -> int:
     return 1 if any(count_of_choice.races for count_of_choice in counts.values()) else 0
 
 
-def look(choice: str, model: str, micro_batches: int) -> Counts:
+def look(choice: str, model: str, micro_batches: int) -> CheckedCounts:
     """The counts of a choice. Buckets are small beside the model, as they are beside a large one."""
     options = StrategyOptions(bucket_cap_mb=SMALL_MB) if choice in IN_BUCKETS else StrategyOptions()
     make_strategy = lambda: nullcontext(load(choice)(build(model), adamw, options))  # noqa: E731
     return check(make_strategy, partial(make_batch, model, 3), micro_batches)
 
 
-def rows_of(counts: dict[str, Counts], model: str, micro_batches: int) -> list[list[str]]:
+def rows_of(counts: dict[str, CheckedCounts], model: str, micro_batches: int) -> list[list[str]]:
     """A row for each choice. Launches and copies are those that a loop on one device does not need."""
     alone = plain_loop(partial(build, model), partial(make_batch, model, 3), micro_batches)
     gradient_bytes = sum(4 * p.numel() for p in build(model).parameters() if p.requires_grad)

@@ -98,8 +98,8 @@ def said_by_torch(dumps):
 def test_torchs_analyser_names_the_same_collective_and_ranks(last_of_rank_2, difference):
     last = [[("all_reduce", 16)], [("all_reduce", 16)], last_of_rank_2]
     dumps = [torch_dump(rank, "0", "[0, 1, 2]", [*CALLS[:2], *calls], running=3) for rank, calls in enumerate(last)]
-    results = [result for result in divergences(*dumps) if result.what != "stuck"]
-    assert [result.what for result in results] == [difference] * bool(difference)
+    results = [result for result in divergences(*dumps) if result.kind != "stuck"]
+    assert [result.kind for result in results] == [difference] * bool(difference)
     divergence = next(((result.seq, set(result.ranks)) for result in results), None)
     assert said_by_torch(dumps) == divergence == ((3, {2}) if difference else None)
 

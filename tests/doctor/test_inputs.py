@@ -75,7 +75,7 @@ def test_what_a_launcher_puts_before_a_line_is_no_part_of_it(before, prefix):
     message = "RuntimeError: Cannot re-initialize CUDA in forked subprocess."
     text = to_text("log", f"{before}{message}\n{before}\n{before}Traceback".encode())
     assert text.lines[0].text == prefix + message
-    assert len(text.lines[0].whole) == len(ANSI.sub("", before) + message)
+    assert len(text.lines[0].full) == len(ANSI.sub("", before) + message)
     assert diagnose(Facts([text]))[0].rule.name == "cuda-before-fork"
 
 

@@ -243,7 +243,7 @@ def stands_still(ahead: int) -> str:
     """What this rank prints when rank 0 is `ahead` micro-batches before rank 1."""
     changed = mock.patch.multiple(batches, PATIENCE_S=0.2, _places=weakref.WeakSet())
     with changed, contextlib.redirect_stderr(io.StringIO()) as output:
-        place = batches.Place(dist.group.WORLD)
+        place = batches.TrainingPlace(dist.group.WORLD)
         place.at = (2, 2 + ahead * (dist.get_rank() == 0))
         deadline = time.monotonic() + (30 if ahead else 1)
         while dist.get_rank() == 0 and time.monotonic() < deadline and not output.getvalue():
