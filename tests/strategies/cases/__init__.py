@@ -33,9 +33,10 @@ REFUSALS = [
     Refusal({"two forwards, two backwards"}, ONE_GRADIENT | DDP, "received a second gradient in one micro-batch"),
     Refusal(
         {"a block in two re-entrant checkpoints"},
-        ONE_GRADIENT | DDP | FSDP2,
+        ONE_GRADIENT | DDP - {"pytorch_ddp_plain"} | FSDP2,
         "received a second gradient in one micro-batch",
     ),
+    Refusal({"a block in two re-entrant checkpoints"}, {"pytorch_ddp_plain"}, "mark a variable ready only once"),
     Refusal({"blocks in another order in each step"}, {"zero3"}, "which zero3 has freed, after"),
     Refusal({"a penalty on gradients"}, {"zero3"} | FSDP2, "backward with create_graph=True"),
     Refusal(
