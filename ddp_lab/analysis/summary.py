@@ -27,7 +27,7 @@ from ddp_lab.collectives.kinds import LABELS
 from ddp_lab.runtime.errors import UserError, listed
 
 KIND_SENTENCES = {
-    "cpu": "CPU trace: operators of the training thread and Gloo spans, lowered to kernels on virtual streams.",
+    "cpu": "CPU trace: operators of the training thread and Gloo spans, shown as kernels on virtual streams.",
     "cuda": "GPU trace: device kernels as recorded.",
     "cuda over gloo": "GPU trace, collectives on Gloo's CPU threads: the device shows only compute and copies, "
     "so HTA's exposed communication, idle time and overlap are unknown.",
