@@ -135,9 +135,9 @@ def checkpoints(best: CaseOutcome, mtbf_hours: float, gb_per_s: float) -> str:
 def speed(outcome: CaseOutcome) -> str:
     """Samples or tokens a second, and what all tokens take and cost, if that is asked."""
     figures = rates(outcome.case, outcome.step_s, None)
-    throughput = f"{figures['samples_per_second']:,.1f} samples/s"
+    throughput = f"{figures['samples_per_second']:,.1f} samples/s on all devices"
     if "tokens_per_second" in figures:
-        throughput = f"{figures['tokens_per_second']:,.0f} tokens/s"
+        throughput = f"{figures['tokens_per_second']:,.0f} tokens/s on all devices"
     return throughput + total(figures)
 
 

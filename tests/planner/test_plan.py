@@ -76,7 +76,7 @@ def test_a_row_says_what_the_simulation_says():
     assert of["cost_per_billion_tokens"] == pytest.approx(2 * 12 * 1e9 / (80 * 128) / 3600)
     assert of["training_hours"] == pytest.approx(1.0) and of["training_cost"] == pytest.approx(24)
     assert flops and of["mfu_pct"] == pytest.approx(100 * 80 * flops / (2 * 30.3e12))
-    assert "10,240 tokens/s, 1.0 hours and 24 $ in all; its peak" in " ".join(reasons(outcomes))
+    assert "10,240 tokens/s on all devices, 1.0 hours and 24 $ in all; its peak" in " ".join(reasons(outcomes))
     of = row(outcomes_of(zero1=simulation(100, 20, 22.5), tokens=1e9)[0])
     assert of["fits"] == "no" and of["spare_bytes"] < 0 and "cost_per_billion_tokens" not in of
     assert "training_hours" not in of, "it never ends"
