@@ -57,7 +57,7 @@ PLAN_COLUMNS = {
     "exposed_ms": CsvColumn("exposed", "ms", "time of a step in which a rank only waits for communication"),
     "exposed_pct": CsvColumn("exposed", "%", "the same as share of the step"),
     "cost_per_million_samples": CsvColumn("1e6 samples", "$", "of all devices, where samples are images", 1, 2),
-    "cost_per_billion_tokens": CsvColumn("1e9 tokens", "$", "of all devices; none without a price", 1, 2),
+    "cost_per_billion_tokens": CsvColumn("cost/1e9 tokens", "$", "of all devices; none without a price", 1, 2),
     "training_hours": CsvColumn("in all", "hours", "time that --tokens take, if the strategy fits; none without it"),
     "training_cost": CsvColumn("in all", "$", "cost of all devices in that time", 1, 0),
     "spare_bytes": gib(

@@ -159,7 +159,7 @@ def test_train_starts_its_ranks(tmp_path):
     assert record["settling_steps"] == 0 and record["world_size"] == 2
     assert trained.stdout.splitlines()[-2:] == [
         f"bucket_ddp_async: {name}: {line}"
-        for name, line in zip(("verdict", "try next"), record["verdict"], strict=True)
+        for name, line in zip(("what limits a step", "try next"), record["verdict"], strict=True)
     ]
     late = [row["late_s"] for row in record["throughput"]]
     assert None not in late and max(late) > 0, "the recorder that watches the run says who comes last"

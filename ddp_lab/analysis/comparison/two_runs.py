@@ -72,6 +72,7 @@ def report_on_two_runs(
     console = Console()
     print_changes(table, console)
     lines = [
+        f"Compared: {', '.join(names.values())}.",
         banner(differences, "run"),
         *(line for record in records.values() for line in labels(record)),
         *audit_lines({names[path]: loaded.traced.failed_checks for path, loaded in runs.items() if loaded.traced}),

@@ -123,5 +123,5 @@ def leave_record(run: RunSoFar) -> None:
     if text := run.generated:
         print(f"{label}: generated after '{text['prompt']}': {text['text']}", flush=True)
     print(summary_line(label, record, str(path)), flush=True)
-    for name, line in zip(("verdict", "try next"), record["verdict"], strict=True):
+    for name, line in zip(("what limits a step", "try next"), record["verdict"], strict=True):
         print(f"{label}: {name}: {line}", flush=True)
