@@ -24,7 +24,7 @@ from ddp_lab.runtime.errors import UserError
 
 SUFFIX = ".run.json"
 SIDES = ("baseline", "run")
-DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}
+DIGITS = {"nats": 6}
 ALWAYS_SHOWN = ("step time", "throughput", "collectives", "payload", "peak memory")
 
 
@@ -144,6 +144,9 @@ def load(path: Path, record: dict[str, Any]) -> Run:
 def print_changes(table: pd.DataFrame, console: Console) -> None:
     """The rows that are not equal, and a few that are always shown."""
     chosen = table[(table["result"] != EQUAL) | table["figure"].isin(ALWAYS_SHOWN)]
+    in_bytes = chosen["unit"].str.startswith("bytes")
+    in_mib = {side: chosen[side].where(~in_bytes, chosen[side] / 2**20) for side in SIDES}
+    chosen = chosen.assign(unit=chosen["unit"].str.replace("bytes", "MiB"), **in_mib)
     shown = chosen.assign(
         change=chosen["change_pct"].map(lambda percent: say("signed", percent)),
         interval=[say("interval", row) for row in chosen.itertuples()],
