@@ -185,7 +185,9 @@ class Case:
         if "fp16" in dtypes:  # pytorch_zero2 with parameters in fp16 is 0.0045 off; cause unknown
             return 2**-7 if "param_dtype" in self.options else 2**-8, 2**-9, 2**-9 if self.optimizer == "sgd" else None
         near = TOLERANCE[self.optimizer] * max(1.0, len(self.steps) / 3)
-        return 2e-6, max(1e-6, near / 10), near
+        # The head makes losses sensitive: 2.7e-6 off, with parameters 1.6e-7 off, by kernels of AVX-512 (AMD EPYC).
+        later = 4e-6 if self.model == "lookup, read by the head" else 2e-6
+        return later, max(1e-6, near / 10), near
 
 
 def in_stages(
