@@ -293,7 +293,7 @@ def certainty(space: Space) -> list[str]:
         lines.append(f"Dropout: that of attention ({dropout:g}) is left out. {advice}")
     lines.append(
         f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {LINK_ERROR:.0%}. "
-        "Most of it is common to all strategies, so their order is surer than their times. "
+        "Errors of operators are common to all strategies, so their order is surer than their times. "
         f"To spare: of {spare}."
     )
     lines += costs.sources

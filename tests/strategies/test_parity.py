@@ -179,8 +179,10 @@ THREE: list[Split] = [[[3], [2], [2]], [[3], [3], [3]], [[1, 2], [2], [4]], [[2]
 @pytest.mark.parametrize("choice", IN_OWN_LOOPS)
 def test_fp16_skips_steps_as_grad_scaler(ranks: RankPool, choice: str) -> None:
     """An overflow of one element on rank 1 alone, then growth; with an optimizer that skips on the device, and not."""
-    cases = [Case(choice, "spiked", optimizer="fused", clip=0.5, **SKIPPING)]
-    cases.append(Case(choice, "spiked", own_loop=True, **SKIPPING))
+    cases = [
+        Case(choice, "spiked", optimizer="fused", clip=0.5, **SKIPPING),
+        Case(choice, "spiked", own_loop=True, **SKIPPING),
+    ]
     if choice in ("bucket_ddp_async", "zero1", "zero3", "pytorch_zero3"):
         often = FP16 | {"growth_interval": 1}
         cases.append(Case(choice, "plain", "dp=3", often, THREE, "fused", huge=[(1, 2), (2, 0)]))
